@@ -1,0 +1,1 @@
+"""Admission: one small function per check and one table of them."""

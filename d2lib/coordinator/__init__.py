@@ -1,0 +1,1 @@
+"""The coordinator: command contract, staging, sessions, leases, supervision. Knows no arithmetic."""

@@ -1,0 +1,1 @@
+"""Evidence: phases, receipts, the ledger, the papermill engine, verification. Knows no torch."""

@@ -1,0 +1,251 @@
+"""Bytes on disk: strict JSON, digests, exclusive publication, and the refusal of links and escapes.
+
+Everything that is hashed here is hashed over its exact bytes; every JSON that is hashed is in the canonical form of
+RFC 8785. Nothing in this module overwrites a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import rfc8785
+from pydantic import BaseModel, ConfigDict
+
+from d2lib.errors import Refused
+
+_CHUNK = 1 << 20
+
+
+class Record(BaseModel):
+    """Base of every parameter and record: immutable, strictly typed, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True, order=True)
+class Hashed:
+    """A digest that knows its algorithm, so that it cannot be mistaken for another string."""
+
+    algorithm: str
+    digest: str
+
+    def __post_init__(self) -> None:
+        if self.algorithm != "sha256" or len(self.digest) != 64 or set(self.digest) - set("0123456789abcdef"):
+            raise Refused("not a digest", expected="sha256:<64 lower-case hex digits>", found=str(self))
+
+    @classmethod
+    def parse(cls, text: str) -> Hashed:
+        """`sha256:…` to a value; raises Refused on anything else."""
+        algorithm, _, digest = text.partition(":")
+        return cls(algorithm, digest)
+
+    def __str__(self) -> str:
+        return f"{self.algorithm}:{self.digest}"
+
+    @property
+    def short(self) -> str:
+        """The first twelve hex digits, for people."""
+        return self.digest[:12]
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One regular file's size in bytes and digest."""
+
+    size: int
+    sha256: Hashed
+
+
+def sha256_bytes(data: bytes) -> Hashed:
+    """Digest of bytes in memory."""
+    return Hashed("sha256", hashlib.sha256(data).hexdigest())
+
+
+def record_file(path: Path, *, progress: Callable[[int], None] | None = None) -> FileRecord:
+    """Size and digest of a regular file, streamed; refuses links, folders and devices.
+
+    Args:
+        path: the file.
+        progress: called with the bytes of each chunk read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise Refused("a file is missing", expected="a regular file", found="nothing", where=path) from None
+    except OSError as error:
+        raise Refused(
+            "a file cannot be opened", expected="a regular file, not a link", found=error.strerror, where=path
+        ) from None
+    with os.fdopen(descriptor, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            raise Refused("not a regular file", expected="a regular file", found="a folder or device", where=path)
+        digest, size = hashlib.sha256(), 0
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+            size += len(chunk)
+            if progress is not None:
+                progress(len(chunk))
+    return FileRecord(size, Hashed("sha256", digest.hexdigest()))
+
+
+def sha256_file(path: Path) -> Hashed:
+    """Digest of a regular file, streamed."""
+    return record_file(path).sha256
+
+
+def walk(root: Path) -> Iterator[Path]:
+    """Every regular file under a folder in path order; refuses links, hard links and devices, and names them."""
+    if root.is_symlink() or not root.is_dir():
+        raise Refused("not a folder", expected="a folder, not a link", where=root)
+    for folder, names, files in os.walk(root, followlinks=False):
+        names.sort()
+        for name in names:
+            if os.path.islink(os.path.join(folder, name)):
+                raise Refused(
+                    "a link is not allowed here",
+                    expected="a folder",
+                    found="a symbolic link",
+                    where=os.path.join(folder, name),
+                )
+        for name in sorted(files):
+            path = Path(folder, name)
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode):
+                raise Refused("not a regular file", expected="a regular file", found="a link or device", where=path)
+            if status.st_nlink != 1:
+                raise Refused(
+                    "a hard link is not allowed here",
+                    expected="a file with one name",
+                    found=f"{status.st_nlink} names",
+                    where=path,
+                )
+            yield path
+
+
+def record_tree(root: Path, *, skip: Callable[[str], bool] = lambda _: False) -> dict[str, FileRecord]:
+    """Relative POSIX path → record of every file under a folder, but for those that `skip` names."""
+    found = {}
+    for path in walk(root):
+        name = path.relative_to(root).as_posix()
+        if not skip(name):
+            found[name] = record_file(path)
+    return found
+
+
+def digest_tree(records: Mapping[str, FileRecord]) -> Hashed:
+    """One digest over names, sizes and digests of a set of files, in canonical JSON."""
+    return sha256_bytes(canonical_json({name: [r.size, str(r.sha256)] for name, r in records.items()}))
+
+
+def inside(root: Path, name: str | Path) -> Path:
+    """`root/name`, refused when the name is absolute, climbs out, or passes through a link."""
+    relative = Path(name)
+    if relative.is_absolute() or ".." in relative.parts:
+        raise Refused("a path leaves its folder", expected=f"a path inside {root}", found=name)
+    path = root
+    for part in relative.parts:
+        path = path / part
+        if path.is_symlink():
+            raise Refused(
+                "a link is not allowed here", expected="a real file or folder", found="a symbolic link", where=path
+            )
+    return path
+
+
+def canonical_json(value: Any) -> bytes:
+    """RFC 8785 bytes of a JSON value; NaN, infinities and integers beyond 2^53 are refused."""
+    try:
+        return rfc8785.dumps(value)
+    except rfc8785.CanonicalizationError as error:
+        raise Refused(
+            "a value has no canonical JSON", expected="finite numbers, strings, lists, objects", found=str(error)
+        ) from None
+
+
+def parse_json(text: str | bytes, *, where: object = None) -> Any:
+    """Strict JSON: duplicate keys, NaN and infinities are refused, and so is anything after the value."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise Refused("a JSON key stands twice", found=key, where=where)
+            found[key] = value
+        return found
+
+    def nonfinite(name: str) -> float:
+        raise Refused("a JSON number is not finite", expected="a finite number", found=name, where=where)
+
+    def number(text: str) -> float:
+        value = float(text)
+        return value if abs(value) != float("inf") else nonfinite(text)
+
+    try:
+        return json.loads(text, object_pairs_hook=unique, parse_constant=nonfinite, parse_float=number)
+    except (ValueError, RecursionError) as error:
+        raise Refused("not valid JSON", found=str(error), where=where) from None
+
+
+def read_json(path: Path) -> Any:
+    """The strict JSON value in a regular file."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise Refused("a file cannot be read", expected="a JSON file", found=error.strerror, where=path) from None
+    return parse_json(data, where=path)
+
+
+def fsync_folder(path: Path) -> None:
+    """Make a folder's entries durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(working: Path, final: Path, *, mode: int = 0o444) -> None:
+    """Give a finished working file its final name in one step that cannot overwrite.
+
+    The file's bytes and the folder's entry are durable on return; the working name is gone. Both must be on one file
+    system. Raises Refused when the final name exists.
+    """
+    with open(working, "rb") as stream:
+        os.fchmod(stream.fileno(), mode)
+        os.fsync(stream.fileno())
+    try:
+        os.link(working, final, follow_symlinks=False)
+    except FileExistsError:
+        raise Refused(
+            "a file exists already and is never overwritten", where=final, remedy="use a new attempt or a new name"
+        ) from None
+    os.unlink(working)
+    fsync_folder(final.parent)
+
+
+def write_exclusive(path: Path, data: bytes, *, mode: int = 0o444) -> None:
+    """Create a file with these bytes, durable and complete or not at all; never overwrites."""
+    working = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
+    descriptor = os.open(working, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+        publish(working, path, mode=mode)
+    finally:
+        working.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any, *, mode: int = 0o444) -> Hashed:
+    """Create a file of canonical JSON and a newline; never overwrites. Returns the file's digest."""
+    data = canonical_json(value) + b"\n"
+    write_exclusive(path, data, mode=mode)
+    return sha256_bytes(data)

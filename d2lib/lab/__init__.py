@@ -1,0 +1,1 @@
+"""The lab: what only the self-made profiles need (target LMs, capture, the live decode loop)."""

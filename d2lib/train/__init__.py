@@ -1,0 +1,1 @@
+"""Training: recipes, objectives, schedules, the loop and its immutable checkpoints."""
