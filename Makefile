@@ -1,0 +1,45 @@
+# make demo   the whole chain on a case made on the spot, to a verdict
+# make test   everything that CI checks
+# Elsewhere than in a CPU-only index, a CPU build of torch needs:
+#   make demo PIP_INSTALL='--extra-index-url https://download.pytorch.org/whl/cpu'
+PYTHON ?= python3
+PIP_INSTALL ?=
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: install demo demo-null fixture test lint benchmark site clean
+install: $(VENV)/installed
+
+$(VENV)/installed: requirements.lock pyproject.toml
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f"Python 3.11 to 3.13 is needed, found {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_INSTALL) -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+demo: install
+	$(BIN)/d2 chain params/demo
+
+demo-null: install
+	$(BIN)/d2 chain params/demo-null
+
+fixture: install
+	$(BIN)/d2 chain params/fixture
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint fixture
+	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --nbval-lax --nbval-current-env notebooks
+
+benchmark: install
+	$(BIN)/d2 run notebooks/benchmark.ipynb -f params/demo/benchmark.yaml
+
+site: install
+	$(BIN)/d2 site runs --out site
+
+clean:
+	rm -rf $(VENV) build *.egg-info site

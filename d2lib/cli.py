@@ -1,0 +1,127 @@
+"""The `d2` command. Each subcommand is a few lines over a library function; exit statuses are those of every phase."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from d2lib import __version__
+from d2lib.errors import D2Error, ExitStatus, Refused
+
+Command = Callable[[argparse.Namespace], ExitStatus]
+
+EXITS = """exit statuses:
+  0  done, and PASS where it judges
+  1  a verdict of FAIL or INCONCLUSIVE
+  2  refused, or bad input
+  3  interrupted; the same job can be resumed
+  4  anything unexpected"""
+
+
+def _run(options: argparse.Namespace) -> ExitStatus:
+    from d2lib.chain import read_parameters, run_root
+    from d2lib.evidence.run import run_phase
+
+    parameters = read_parameters(options.file)
+    runs, namespace = run_root(parameters, options.file)
+    return run_phase(options.notebook, parameters, runs, namespace, job=options.job, attempt=options.attempt)
+
+
+def _chain(options: argparse.Namespace) -> ExitStatus:
+    from d2lib.chain import run_chain
+    from d2lib.evidence.run import done_status, run_phase
+
+    return run_chain(options.profile, options.notebooks, run_phase, is_done=done_status)
+
+
+def _verify(options: argparse.Namespace) -> ExitStatus:
+    from d2lib.evidence.verify import verify
+
+    report = verify(options.path, progress=sys.stderr.isatty())
+    print(json.dumps(report.as_dict(), indent=1) if options.json else report.render_text())
+    return ExitStatus.DONE if report.holds else ExitStatus.REFUSED
+
+
+def _cost_sheet(options: argparse.Namespace) -> ExitStatus:
+    from d2lib.cost import cost_sheet, load_inputs, render_text
+
+    sheet = cost_sheet(load_inputs(options.file))
+    print(json.dumps(sheet.as_dict(), indent=1) if options.json else render_text(sheet))
+    return ExitStatus.DONE
+
+
+def _full(options: argparse.Namespace) -> ExitStatus:
+    from d2lib.full_stage import main as full_stage
+
+    return ExitStatus(full_stage(options.arguments))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; every subcommand is listed here and nowhere else."""
+    top = argparse.ArgumentParser(
+        prog="d2",
+        description="Adapt a speculative-decoding drafter to your own traffic, and decide by evidence whether it is "
+        "better.",
+        epilog=EXITS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"d2 {__version__}")
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, run: Command, text: str, **extra: Any) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name, help=text, description=text, epilog=EXITS, formatter_class=argparse.RawDescriptionHelpFormatter, **extra
+        )
+        command.set_defaults(command=run)
+        return command
+
+    chain = add("chain", _chain, "run a profile's phases in order, going on where an earlier run stopped")
+    chain.add_argument("profile", type=Path, help="folder with one YAML of parameters per phase, e.g. params/demo")
+    chain.add_argument("--notebooks", type=Path, default=Path("notebooks"), help="where the phase notebooks are")
+
+    run = add("run", _run, "run one phase's notebook into its next receipt (short for papermill --engine d2)")
+    run.add_argument("notebook", type=Path)
+    run.add_argument("-f", "--file", type=Path, required=True, help="YAML of parameters; `run:` names the run root")
+    run.add_argument("--job", help="the job's name, where a phase has several (g2: dev, legal, general)")
+    run.add_argument("--attempt", type=int, help="the attempt's number (default: the next one)")
+
+    verify = add("verify", _verify, "re-hash everything in a run and walk its ledger; says what is broken")
+    verify.add_argument("path", type=Path, help="a run root, e.g. runs/demo")
+    verify.add_argument("--json", action="store_true", help="print data instead of a table")
+
+    cost = add("cost-sheet", _cost_sheet, "print the cost and scope sheet")
+    cost.add_argument("-f", "--file", type=Path, required=True, help="YAML of inputs, e.g. params/dsv41/cost_sheet.yaml")
+    cost.add_argument("--json", action="store_true", help="print data instead of a table")
+
+    full = add("full", _full, "the coordinator's procedure (same as python -m d2lib.full_stage)", add_help=False)
+    full.add_argument("arguments", nargs=argparse.REMAINDER)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; errors become one clear line and an exit status, never a traceback for a user's mistake."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["full"]:  # its flags are its own, so argparse must not see them
+        options = argparse.Namespace(command=_full, arguments=arguments[1:])
+    else:
+        options = parser().parse_args(arguments)
+    try:
+        return int(options.command(options))
+    except D2Error as error:
+        word = "refused" if isinstance(error, Refused) else type(error).__name__.lower()
+        print(f"d2: {word}: {error}", file=sys.stderr)
+        return int(error.exit_status)
+    except BrokenPipeError:
+        sys.stderr.close()
+        return int(ExitStatus.DONE)
+    except KeyboardInterrupt:
+        print("d2: interrupted", file=sys.stderr)
+        return int(ExitStatus.INTERRUPTED)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

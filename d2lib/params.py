@@ -1,0 +1,134 @@
+"""The parameters of every phase: typed, complete, unknown names refused.
+
+A path is taken from the run root when it is relative, so that one file of parameters works for a laptop's run and for
+a coordinator's, whose inputs lie elsewhere. There is no recipe here: full training takes its recipe from the admitted
+pilot and from nowhere else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from d2lib.files import Record
+
+Split = Literal["dev", "heldout_legal", "heldout_general"]
+
+
+class PhaseParams(Record):
+    """What every phase takes."""
+
+    run: str = Field(min_length=1)
+    """The run root, runs/NAMESPACE: the folder that holds the ledger, the receipts and what the phases made."""
+
+    def resolve(self, root: Path, name: str) -> Path:
+        """A path parameter: absolute as it is, relative from the run root."""
+        return root / name
+
+
+class CaptureParams(PhaseParams):
+    """capture: make the assembly. `profile` is validated by the lab (see CaptureProfile)."""
+
+    profile: dict[str, Any]
+
+
+class G1Params(PhaseParams):
+    """g1: integrity of every split, exact replay of dev, K2 coverage, parity with the live drafts."""
+
+    assembly: str = "assembly"
+    threads: int = Field(default=2, ge=1)
+
+
+class PilotParams(PhaseParams):
+    """pilot: matched FAST and REF arms on the same blocks, judged on the frozen sample."""
+
+    assembly: str = "assembly"
+    g1: str = "g1/g1.json"
+    objective: Literal["KL", "TVD", "LR", "ACE"]
+    learning_rate: float = Field(ge=0)
+    """The rate that this pilot qualifies; it stands in the pilot's receipt and full training takes it from there."""
+    epochs: int = Field(default=3, ge=1)
+    """Epochs of the full training that this pilot qualifies; the pilot itself presents `presented_blocks`."""
+    presented_blocks: int = Field(default=20_352, ge=1)
+    sample_size: int = Field(default=1000, ge=1)
+    threads: int = Field(default=2, ge=1)
+
+
+class CostSheetParams(PhaseParams):
+    """cost_sheet: measured inputs in, cost and scope out. Without `pilot` every rate is historical."""
+
+    inputs: dict[str, Any]
+    pilot: str | None = None
+    manifest: str | None = None
+
+
+class AdmissionParams(PhaseParams):
+    """admission: every check again, on the CPU, before anything long starts."""
+
+    assembly: str = "assembly"
+    g1: str = "g1/g1.json"
+    pilot: str = "pilot"
+
+
+class TrainParams(PhaseParams):
+    """train: the full run that the admitted pilot qualified."""
+
+    assembly: str = "assembly"
+    admission: str = "admission/admitted.json"
+    output: str = "full"
+    resume: bool = False
+    save_every: float = Field(default=300.0, gt=0)
+    """Seconds between immutable checkpoints."""
+    threads: int = Field(default=2, ge=1)
+    precision: Literal["fp32", "bf16"] = "fp32"
+    device: str = "cpu"
+
+
+class G2Params(PhaseParams):
+    """g2: one split's full population, baseline and candidate, in reference arithmetic."""
+
+    split: Split
+    assembly: str = "assembly"
+    admission: str = "admission/admitted.json"
+    output: str = "full"
+    threads: int = Field(default=2, ge=1)
+
+
+class FinishParams(PhaseParams):
+    """finish: bind the three parts and give the verdict."""
+
+    admission: str = "admission/admitted.json"
+    output: str = "full"
+
+
+class BenchmarkParams(PhaseParams):
+    """benchmark: speed and memory as ratios, both sides in one run."""
+
+    scale: Literal["tiny", "full"] = "full"
+    repeats: int = Field(default=5, ge=1)
+    threads: int = Field(default=2, ge=1)
+
+
+class CalibrationParams(PhaseParams):
+    """gate_calibration: what the gates do on this run's own request structure."""
+
+    output: str = "full"
+    simulations: int = Field(default=1000, ge=10)
+    seed: int = 23
+
+
+SCHEMAS: dict[str, type[PhaseParams]] = {
+    "capture": CaptureParams,
+    "g1": G1Params,
+    "pilot": PilotParams,
+    "cost_sheet": CostSheetParams,
+    "admission": AdmissionParams,
+    "train": TrainParams,
+    "g2": G2Params,
+    "finish": FinishParams,
+    "benchmark": BenchmarkParams,
+    "gate_calibration": CalibrationParams,
+}
+"""Phase → schema of its parameters. A new phase is one class and one line here."""
