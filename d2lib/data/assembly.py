@@ -1,0 +1,96 @@
+"""The assembly: one folder with the captured sequences, the native drafter and the live run's trajectories.
+
+    MANIFEST.json  shards/ID.safetensors  drafter.json  native.safetensors  target.json  target.safetensors
+    k2/SPLIT.k2_drafts.jsonl  provenance.json
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from d2lib.data.blocks import D2Blocks
+from d2lib.data.k2 import K2File
+from d2lib.data.manifest import Manifest, Split
+from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.weights import Weights, load_weights
+from d2lib.errors import Refused
+from d2lib.files import Hashed, inside, read_json, sha256_file
+
+SCORED: tuple[Split, ...] = ("dev", "heldout_legal", "heldout_general")
+"""The splits that a live K2 trajectory exists for."""
+
+
+class Assembly:
+    """Opens an assembly folder; reads no rows, and the weights only when asked for.
+
+    Args:
+        folder: the assembly.
+
+    Raises:
+        Refused: a file is missing, malformed, or leaves the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = Manifest.load(folder / "MANIFEST.json")
+
+    @cached_property
+    def config(self) -> DrafterConfig:
+        """The drafter's configuration, checked against the manifest's sizes."""
+        path = inside(self.folder, "drafter.json")
+        try:
+            config = DrafterConfig.model_validate(read_json(path))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise Refused(
+                "the drafter's configuration is wrong",
+                expected=first["msg"],
+                found=first.get("input"),
+                where=f"{path}: {'.'.join(str(part) for part in first['loc'])}",
+            ) from None
+        for name in ("dim", "vocab_size", "n_taps"):
+            if getattr(config, name) != getattr(self.manifest, name):
+                raise Refused(
+                    "the drafter and the manifest disagree",
+                    expected=f"{name} {getattr(self.manifest, name)}",
+                    found=getattr(config, name),
+                    where=path,
+                )
+        return config
+
+    @property
+    def native(self) -> Path:
+        """The native drafter's weights file."""
+        return inside(self.folder, "native.safetensors")
+
+    @cached_property
+    def weights(self) -> Weights:
+        """The native drafter, with the target's embedding and LM head."""
+        return load_weights(self.native, self.config)
+
+    def blocks(self, split: Split) -> D2Blocks:
+        """A split's blocks; opens the sidecars, reads no rows."""
+        return D2Blocks(self.manifest, self.folder, split, self.config)
+
+    def k2_path(self, split: Split) -> Path:
+        """The split's live K2 trajectory."""
+        return inside(self.folder, f"k2/{split}.k2_drafts.jsonl")
+
+    def k2(self, split: Split) -> K2File:
+        """The split's live K2 trajectory, validated."""
+        return K2File.load(self.k2_path(split), self.manifest)
+
+    @cached_property
+    def identities(self) -> dict[str, str]:
+        """Digests of what a verdict hangs on: manifest, native weights, drafter configuration, K2 files."""
+        files = {
+            "manifest": self.folder / "MANIFEST.json",
+            "native": self.native,
+            "drafter": self.folder / "drafter.json",
+        }
+        files |= {f"k2_{split}": self.k2_path(split) for split in SCORED if self.k2_path(split).exists()}
+        digests: dict[str, Hashed] = {name: sha256_file(path) for name, path in files.items()}
+        return {name: str(digest) for name, digest in digests.items()}
