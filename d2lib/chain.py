@@ -62,9 +62,7 @@ def read_parameters(path: Path) -> dict[str, Any]:
             "a parameter file cannot be read", expected="a YAML file", found=error.strerror, where=path
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise Refused(
-            "a parameter file is not YAML", found=" ".join(str(error).split())[:200], where=path
-        ) from None
+        raise Refused("a parameter file is not YAML", found=" ".join(str(error).split())[:200], where=path) from None
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise Refused(
             "a parameter file is not a mapping", expected="NAME: VALUE lines", found=type(value).__name__, where=path
@@ -110,9 +108,7 @@ def run_chain(
         status = (
             earlier
             if earlier is not None
-            else run_phase(
-                notebooks / f"{step.phase}.ipynb", parameters[step.name], runs, namespace, job=step.job
-            )
+            else run_phase(notebooks / f"{step.phase}.ipynb", parameters[step.name], runs, namespace, job=step.job)
         )
         rows.append((step.name, status, time.monotonic() - began))
         if status is not ExitStatus.DONE and not (step.judges and status is ExitStatus.VERDICT):

@@ -54,6 +54,14 @@ def _cost_sheet(options: argparse.Namespace) -> ExitStatus:
     return ExitStatus.DONE
 
 
+def _site(options: argparse.Namespace) -> ExitStatus:
+    from d2lib.evidence.site import build_site
+
+    pages = build_site(options.runs, options.out)
+    print(f"{len(pages)} pages; open {options.out / 'index.html'}")
+    return ExitStatus.DONE
+
+
 def _full(options: argparse.Namespace) -> ExitStatus:
     from d2lib.full_stage import main as full_stage
 
@@ -74,7 +82,12 @@ def parser() -> argparse.ArgumentParser:
 
     def add(name: str, run: Command, text: str, **extra: Any) -> argparse.ArgumentParser:
         command = commands.add_parser(
-            name, help=text, description=text, epilog=EXITS, formatter_class=argparse.RawDescriptionHelpFormatter, **extra
+            name,
+            help=text,
+            description=text,
+            epilog=EXITS,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **extra,
         )
         command.set_defaults(command=run)
         return command
@@ -94,8 +107,12 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", action="store_true", help="print data instead of a table")
 
     cost = add("cost-sheet", _cost_sheet, "print the cost and scope sheet")
-    cost.add_argument("-f", "--file", type=Path, required=True, help="YAML of inputs, e.g. params/dsv41/cost_sheet.yaml")
+    cost.add_argument("-f", "--file", type=Path, required=True, help="e.g. params/dsv41/cost_sheet.yaml")
     cost.add_argument("--json", action="store_true", help="print data instead of a table")
+
+    site = add("site", _site, "render every receipt to self-contained HTML with an index")
+    site.add_argument("runs", type=Path, help="a folder of runs, or one run")
+    site.add_argument("--out", type=Path, required=True, help="a new folder for the pages")
 
     full = add("full", _full, "the coordinator's procedure (same as python -m d2lib.full_stage)", add_help=False)
     full.add_argument("arguments", nargs=argparse.REMAINDER)
