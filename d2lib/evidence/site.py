@@ -1,8 +1,8 @@
 """Receipts as a static site: self-contained HTML that needs neither network nor script to be read.
 
 One page per receipt (verdict first, then what the notebook shows, then parameters, inputs with hashes, environment;
-code one click away), an index, a graph of which receipt's outputs another one read, differences between the attempts of a
-phase, and a page that compares runs.
+code one click away), an index, a graph of which receipt's outputs another one read, differences between the attempts
+of a phase, and a page that compares runs.
 """
 
 from __future__ import annotations
