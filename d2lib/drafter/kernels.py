@@ -1,0 +1,79 @@
+"""Batch-invariant kernels: a row's result has the same bits whatever rows are computed beside it.
+
+A library picks the order of its floating-point operations by the shape of a call, by where an element falls in a
+vector register and by the number of threads. So every operation here is one of
+
+- elementwise arithmetic that IEEE 754 rounds correctly, hence the same everywhere (+, -, ×, ÷, square root, maximum);
+- a sum in a fixed order, written as such additions (`fold`);
+- a matrix product on tiles of a fixed number of rows (`linear`, `paired_products`), padded where rows are missing;
+- `exp`, `log1p`, `cos` and `sin`, which torch evaluates by the same code in the body and in the tail of a tensor.
+  (`torch.sigmoid`, `silu` and `softplus` use another code for the tail; they are composed of the former here.)
+
+The last two rest on the library rather than on a standard: `batched.self_check` tests them on the machine at hand.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+TILE = 32
+"""Rows of a matrix product's tile."""
+
+_EXP_LIMIT = 80.0
+"""exp of ±this is a normal fp32 number, so that neither a value nor a gradient becomes inf or NaN."""
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x·Wᵀ, tile by tile.
+
+    Args:
+        x: [..., in].
+        weight: [out, in].
+
+    Returns:
+        [..., out].
+    """
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    count = rows.shape[0]
+    if missing := -count % TILE:
+        rows = F.pad(rows, (0, 0, 0, missing))
+    if rows.shape[0] == TILE:
+        product = F.linear(rows, weight)
+    elif count:
+        product = torch.cat([F.linear(tile, weight) for tile in torch.split(rows, TILE)])
+    else:
+        product = rows.new_zeros(0, weight.shape[0])
+    return product[:count].reshape(*x.shape[:-1], weight.shape[0])
+
+
+def paired_products(left: Tensor, right: Tensor) -> Tensor:
+    """Left[b]·right[b] for every b, one product of a fixed shape at a time: [B, m, n] by [B, n, p] → [B, m, p]."""
+    return torch.stack([a @ b for a, b in zip(left.unbind(), right.unbind(), strict=True)])
+
+
+def fold(x: Tensor, dim: int = -1) -> Tensor:
+    """Sum along an axis: add the second half to the first until one is left (pairwise summation)."""
+    size = x.shape[dim]
+    while size > 1:
+        half = size // 2
+        folded = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+        x = torch.cat([folded, x.narrow(dim, 2 * half, 1)], dim) if size % 2 else folded
+        size = x.shape[dim]
+    return x.squeeze(dim)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x))."""
+    return 1 / (1 + torch.exp(-x.clamp(min=-_EXP_LIMIT)))
+
+
+def silu(x: Tensor) -> Tensor:
+    """x·σ(x)."""
+    return x * sigmoid(x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)); x itself beyond 20, where the two agree in fp32."""
+    return torch.where(x > 20, x, torch.log1p(torch.exp(x.clamp(min=-_EXP_LIMIT, max=20))))
