@@ -53,15 +53,16 @@ def paired_products(left: Tensor, right: Tensor) -> Tensor:
     return torch.stack([a @ b for a, b in zip(left.unbind(), right.unbind(), strict=True)])
 
 
-def fold(x: Tensor, dim: int = -1) -> Tensor:
+def fold(x: Tensor, dim: int = -1, *, keepdim: bool = False) -> Tensor:
     """Sum along an axis: add the second half to the first until one is left (pairwise summation)."""
-    size = x.shape[dim]
-    while size > 1:
-        half = size // 2
-        folded = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
-        x = torch.cat([folded, x.narrow(dim, 2 * half, 1)], dim) if size % 2 else folded
-        size = x.shape[dim]
-    return x.squeeze(dim)
+    while (size := x.shape[dim]) > 1:
+        if size % 2:
+            first, second, rest = torch.split(x, [size // 2, size // 2, 1], dim)
+            x = torch.cat([first + second, rest], dim)
+        else:
+            first, second = x.chunk(2, dim)
+            x = first + second
+    return x if keepdim else x.squeeze(dim)
 
 
 def sigmoid(x: Tensor) -> Tensor:

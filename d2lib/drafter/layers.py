@@ -20,7 +20,7 @@ _QUANT_GROUP = 64
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x / sqrt(mean x² + eps) · weight over the last axis (Zhang and Sennrich, arXiv 1910.07467)."""
-    normed = x / torch.sqrt(fold(x * x) / x.shape[-1] + eps).unsqueeze(-1)
+    normed = x / torch.sqrt(fold(x * x, keepdim=True) / x.shape[-1] + eps)
     return normed if weight is None else normed * weight
 
 
@@ -56,7 +56,7 @@ def mixes(
 def normed_projection(x: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
     """fn·f / sqrt(mean f² + norm_eps) of the flattened streams f: [N, hc, dim] and [m, hc·dim] to [N, m]."""
     f = x.flatten(1)
-    return linear(f, fn) / torch.sqrt(fold(f * f) / f.shape[-1] + norm_eps).unsqueeze(-1)
+    return linear(f, fn) / torch.sqrt(fold(f * f, keepdim=True) / f.shape[-1] + norm_eps)
 
 
 def sinkhorn(logits: Tensor, *, iters: int, eps: float) -> Tensor:
@@ -65,11 +65,11 @@ def sinkhorn(logits: Tensor, *, iters: int, eps: float) -> Tensor:
     Softmax over destinations, + eps, divided by (column sums + eps); then iters - 1 times rows, then columns.
     """
     exponent = torch.exp(logits - logits.amax(1, keepdim=True).detach())
-    comb = exponent / fold(exponent, 1).unsqueeze(1) + eps
-    comb = comb / (fold(comb, 0).unsqueeze(0) + eps)
+    comb = exponent / fold(exponent, 1, keepdim=True) + eps
+    comb = comb / (fold(comb, 0, keepdim=True) + eps)
     for _ in range(iters - 1):
-        comb = comb / (fold(comb, 1).unsqueeze(1) + eps)
-        comb = comb / (fold(comb, 0).unsqueeze(0) + eps)
+        comb = comb / (fold(comb, 1, keepdim=True) + eps)
+        comb = comb / (fold(comb, 0, keepdim=True) + eps)
     return comb
 
 
@@ -140,7 +140,7 @@ def route(
     picked = torch.sort(score.detach() + bias, dim=-1, descending=True, stable=True).indices[:, :n_activated]
     weight = score.gather(1, picked)
     if norm_topk_prob:
-        weight = weight / (fold(weight).unsqueeze(-1) + 1e-20)
+        weight = weight / (fold(weight, keepdim=True) + 1e-20)
     return picked, weight * scaling
 
 

@@ -228,9 +228,9 @@ class Reference:
         for index in torch.unique(picked).tolist():
             place = (picked.flatten() == index).nonzero().squeeze(1)
             w1, w2, w3 = (w[f"{name}.experts.{index}.{part}.weight"] for part in ("w1", "w2", "w3"))
-            outputs.append(expert(h[place // c.n_activated], w1, w2, w3, c.swiglu_limit))
+            outputs.append(expert(h.index_select(0, place // c.n_activated), w1, w2, w3, c.swiglu_limit))
             places.append(place)
-        routed = torch.cat(outputs)[torch.cat(places).argsort()].view(*picked.shape, c.dim)
+        routed = torch.cat(outputs).index_select(0, torch.cat(places).argsort()).view(*picked.shape, c.dim)
         return fold(weight.unsqueeze(-1) * routed, 1) + self._shared_expert(f"{name}.shared_experts", h)
 
     def _shared_expert(self, name: str, h: Tensor) -> Tensor:
