@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from d2lib import __version__
 from d2lib.errors import D2Error, ExitStatus, Refused
+from d2lib.evidence import notebook
 from d2lib.evidence.environment import (
     child_environment,
     describe_environment,
@@ -97,10 +98,8 @@ class D2Engine:
             raise PhaseExit(ExitStatus(receipt.exit_status))
         from papermill.iorw import papermill_io
 
-        from d2lib.evidence.kernel import read_notebook
-
         papermill_io.register(str(nb.metadata.papermill["output_path"]), Published())
-        return read_notebook(attempt.file(NOTEBOOK).read_bytes())
+        return notebook.from_bytes(attempt.file(NOTEBOOK).read_bytes())
 
 
 def final_line(receipt: Receipt, attempt: Attempt) -> str:
@@ -129,26 +128,18 @@ class Source:
     @classmethod
     def read(cls, nb: Any) -> Source:
         """Hash the input notebook; raises Refused unless it is the one that papermill loaded."""
-        from d2lib.evidence.kernel import read_notebook
-
         path = from_start(nb.metadata.papermill["input_path"])
         try:
             data = path.read_bytes()
-            cells = read_notebook(data).cells
+            cells = notebook.from_bytes(data).cells
         except (OSError, ValueError, AttributeError) as error:
             raise Refused(
                 "the notebook cannot be read", expected="a file", found=str(error)[:200], where=path
             ) from None
-        digest = cells_sha256(cells)
-        if digest != cells_sha256(nb.cells):
+        digest = notebook.cells_sha256(cells)
+        if digest != notebook.cells_sha256(nb.cells):
             raise Refused("the notebook changed while it was loaded", where=path, remedy="start again")
         return cls(path, str(sha256_bytes(data)), digest)
-
-
-def cells_sha256(cells: list[Any]) -> str:
-    """Digest of a notebook's cells as (type, text), without what papermill puts in."""
-    kept = [cell for cell in cells if "injected-parameters" not in cell.metadata.get("tags", [])]
-    return str(sha256_bytes(canonical_json([[cell.cell_type, cell.source] for cell in kept])))
 
 
 def find_schema(phase: str) -> type[Record]:

@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import nbformat
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NotebookExecutionManager
+
+from d2lib.evidence import notebook
 
 STOP_GRACE = 1800.0
 """Seconds that a phase has to reach a boundary after the first request to stop; then its kernel is killed."""
@@ -103,7 +104,7 @@ class WorkingNotebook(NotebookExecutionManager):  # type: ignore[misc]
     def save(self, **kwargs: Any) -> None:
         """Write the notebook as it stands; a reader never sees half of it."""
         self.nb: Any = kwargs.get("nb") or self.nb
-        save_working(Path(self.output_path), notebook_text(self.nb))
+        notebook.save(Path(self.output_path), notebook.to_text(self.nb))
         self.last_save_time = self.now()
 
     def finish(self) -> None:
@@ -143,9 +144,9 @@ class Client(PapermillNotebookClient):  # type: ignore[misc]
         return progress
 
     def _cells(self, progress: Progress) -> None:
-        total, number = sum(is_code(cell) for cell in self.nb.cells), 0
+        total, number = sum(notebook.is_code(cell) for cell in self.nb.cells), 0
         for index, cell in enumerate(self.nb.cells):
-            if not is_code(cell):
+            if not notebook.is_code(cell):
                 self._heading(cell, number, total)
                 if self.nb_man.pbar:
                     self.nb_man.pbar.update(1)
@@ -214,26 +215,6 @@ class Client(PapermillNotebookClient):  # type: ignore[misc]
             print(f"[{number}/{total}] {first.lstrip('# ')}", file=sys.stderr, flush=True)
 
 
-def notebook_text(nb: Any) -> str:
-    """A notebook as its file's text."""
-    return str(nbformat.writes(nb, version=nbformat.NO_CONVERT))  # type: ignore[no-untyped-call]
-
-
-def read_notebook(data: bytes) -> Any:
-    """A notebook from its file's bytes; raises ValueError when they are not one."""
-    try:
-        return nbformat.reads(data.decode("utf-8"), as_version=4)  # type: ignore[no-untyped-call]
-    except Exception as error:  # nbformat raises several kinds; all mean that the bytes are no notebook
-        raise ValueError(f"not a notebook: {' '.join(str(error).split())[:200]}") from None
-
-
-def save_working(path: Path, text: str) -> None:
-    """Replace the working notebook in one step."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
-
-
 def append_stream(text: str, fresh: str) -> str:
     """A terminal stream's text after more of it: a carriage return overwrites what its line held."""
     if "\r" not in fresh and not text.endswith("\r"):
@@ -243,8 +224,3 @@ def append_stream(text: str, fresh: str) -> str:
     kept = [line[line.rfind("\r", 0, -1) + 1 :] for line in lines]
     kept[:-1] = [line.removesuffix("\r") for line in kept[:-1]]
     return text[:start] + "\n".join(kept)
-
-
-def is_code(cell: Any) -> bool:
-    """Whether a cell is one that must run: code, and not blank."""
-    return bool(cell.cell_type == "code" and cell.source.strip())

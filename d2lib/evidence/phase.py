@@ -29,11 +29,11 @@ from d2lib.errors import D2Error, Interrupted, Refused
 from d2lib.evidence.environment import library_folder
 from d2lib.evidence.layout import FINAL_NAMES, JOURNAL, LEDGER, LOCK, RECEIPT, WORKING_NAMES, split_attempt
 from d2lib.evidence.ledger import read_ledger
+from d2lib.evidence.notebook import RESULT_MIME
 from d2lib.evidence.receipts import InputRecord, Receipt, Verdict, read_receipt, record_input
 from d2lib.files import Record, canonical_json, inside, sha256_bytes
 
 CONTEXT = "D2_PHASE_CONTEXT"
-RESULT_MIME = "application/vnd.d2.result+json"
 _BAR_FROM = 256 << 20
 
 P = TypeVar("P", bound=Record)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import os
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -14,7 +16,7 @@ from d2lib.evidence.layout import is_receipts_own
 from d2lib.files import FileRecord, Hashed, Record, canonical_json, digest_tree, parse_json, record_file, walk
 
 SCHEMA_VERSION = 1
-MAX_NOTEBOOK_BYTES = 100 * 1024 * 1024
+_CHUNK = 1 << 20
 
 Status = Literal["done", "failed", "refused", "interrupted"]
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
@@ -224,3 +226,29 @@ def files_of(record: InputRecord) -> dict[str, FileRecord]:
     return {
         f"{record.path}/{name}": FileRecord(size, Hashed.parse(digest)) for name, (size, digest) in record.files.items()
     }
+
+
+def hash_prefixes(
+    path: Path, sizes: Iterable[int], step: Callable[[int], None] = lambda _: None
+) -> tuple[int, dict[int, str]]:
+    """A file's size and the digests of the whole and of its first `size` bytes, for each size that it has.
+
+    Raises:
+        OSError: the file cannot be read, or is a link.
+    """
+    wanted = sorted({size for size in sizes if size >= 0})
+    found: dict[int, str] = {}
+    digest, position = hashlib.sha256(), 0
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as stream:
+        while True:
+            while wanted and wanted[0] == position:
+                found[wanted.pop(0)] = f"sha256:{digest.hexdigest()}"
+            chunk = stream.read(min(_CHUNK, wanted[0] - position) if wanted else _CHUNK)
+            if not chunk:
+                break
+            digest.update(chunk)
+            position += len(chunk)
+            step(len(chunk))
+    found[position] = f"sha256:{digest.hexdigest()}"
+    return position, found

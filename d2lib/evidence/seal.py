@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from d2lib.errors import Refused
+from d2lib.evidence import notebook
 from d2lib.evidence.layout import (
     JOURNAL,
     NOTEBOOK,
@@ -22,10 +23,9 @@ from d2lib.evidence.layout import (
     Attempt,
     split_attempt,
 )
-from d2lib.evidence.ledger import ledger_lock, read_ledger, settle
-from d2lib.evidence.phase import RESULT_MIME, read_journal
+from d2lib.evidence.ledger import LedgerLine, ledger_lock, read_ledger, settle
+from d2lib.evidence.phase import read_journal
 from d2lib.evidence.receipts import (
-    MAX_NOTEBOOK_BYTES,
     CellCounts,
     FinalNotebook,
     InputRecord,
@@ -38,6 +38,7 @@ from d2lib.evidence.receipts import (
     exit_status,
     files_of,
     folder_files,
+    hash_prefixes,
     now,
     read_receipt,
     to_bytes,
@@ -71,56 +72,61 @@ class Outcome:
 def judge(nb: Any, attempt: Attempt, progress: Progress, stopped: bool, refusal: Refused | None) -> Outcome:
     """What came of an execution, from the cells and the journal; papermill's own status fields are not read."""
     journal = read_journal(attempt.file(JOURNAL))
-    code = [cell for cell in nb.cells if cell.cell_type == "code" and cell.source.strip()]
-    errors = sum(any(output.output_type == "error" for output in cell.outputs) for cell in code)
-    outcome = Outcome(
-        "done",
-        None,
-        CellCounts(code=len(code), ran=progress.completed, errors=errors),
-        inputs=[InputRecord.model_validate_json(canonical_json(e["input"])) for e in journal if "input" in e],
-    )
-    try:
-        outcome = replace(outcome, outputs=hash_outputs(attempt, journal))
-    except Refused as error:
-        outcome = outcome.failed(str(error))
-    raised = next((entry["error"] for entry in reversed(journal) if "error" in entry), None)
+    code = [cell for cell in nb.cells if notebook.is_code(cell)]
+    errors = sum(notebook.has_error(cell) for cell in code)
+    counts = CellCounts(code=len(code), ran=progress.completed, errors=errors)
+    status, message = _status(code, counts, progress, journal, stopped, refusal)
+    outcome = with_files(Outcome(status, message, counts), attempt, journal)
+    return _with_result(outcome, code, attempt, journal) if outcome.status == "done" else outcome
+
+
+def _status(
+    code: list[Any],
+    counts: CellCounts,
+    progress: Progress,
+    journal: list[dict[str, Any]],
+    stopped: bool,
+    refusal: Refused | None,
+) -> tuple[Status, str | None]:
     if refusal is not None:
-        return replace(outcome, status="refused", message=str(refusal))
+        return "refused", str(refusal)
     if progress.trouble is not None:
-        return outcome.failed(progress.trouble)
+        return "failed", progress.trouble
     if progress.died_in is not None:
-        left = len(code) - progress.completed - 1
-        return outcome.failed(f"the kernel died in cell {progress.died_in} of {len(code)}; {left} never ran")
+        left = counts.code - progress.died_in
+        return "failed", f"the kernel died in cell {progress.died_in} of {counts.code}; {left} never ran"
     if progress.error is not None:
-        kind, message = "failed", ": ".join(part for part in progress.error if part)
-        if raised is not None and raised["class"] == progress.error[0]:
-            kind, message = raised["kind"], raised["message"]
-        elif progress.error[0] == "KeyboardInterrupt":
-            kind = "keyboard"
-        if kind == "keyboard":
-            kind, message = ("interrupted", "stopped on request") if stopped else ("failed", "KeyboardInterrupt")
-        if kind == "refused":
-            return replace(outcome, status="refused", message=message)
-        if kind == "interrupted":
-            return replace(outcome, status="interrupted", message=f"in cell {progress.error_in}: {message}")
-        return outcome.failed(f"in cell {progress.error_in}: {message}")
+        return _raised(progress, journal, stopped)
     if progress.stopped_before is not None:
-        return replace(outcome, status="interrupted", message=f"stopped before cell {progress.stopped_before}")
-    if outcome.status == "failed":
-        return outcome
-    if errors or progress.completed != len(code) or any(cell.execution_count is None for cell in code):
-        return outcome.failed(f"{progress.completed} of {len(code)} code cells ran, {errors} with an error")
-    made = {output.label for output in outcome.outputs}
+        return "interrupted", f"stopped on request before cell {progress.stopped_before}"
+    if counts.errors or counts.ran != counts.code or any(cell.execution_count is None for cell in code):
+        return "failed", f"{counts.ran} of {counts.code} code cells ran, {counts.errors} with an error"
+    return "done", None
+
+
+def _raised(progress: Progress, journal: list[dict[str, Any]], stopped: bool) -> tuple[Status, str]:
+    """The status of an exception: by what the kernel noted of it, else by the class that its reply names."""
+    name, message = progress.error or ("", "")
+    noted = next((entry["error"] for entry in reversed(journal) if "error" in entry), None)
+    if noted is not None and noted["class"] == name:
+        kind, message = noted["kind"], noted["message"]
+    else:
+        kind, message = ("keyboard" if name == "KeyboardInterrupt" else "failed"), f"{name}: {message}".rstrip(": ")
+    if kind == "refused":
+        return "refused", message
+    where = f"in cell {progress.error_in}: "
+    if kind == "interrupted":
+        return "interrupted", where + message
+    if kind == "keyboard" and stopped:
+        return "interrupted", where + "stopped on request"
+    return "failed", where + message
+
+
+def _with_result(outcome: Outcome, code: list[Any], attempt: Attempt, journal: list[dict[str, Any]]) -> Outcome:
     for entry in journal:
-        if "output" in entry and entry["output"]["label"] not in made:
-            place = attempt.root / entry["output"]["path"]
-            if not place.is_dir():
-                return outcome.failed(f"the output {entry['output']['label']} was not made; where: {place}")
-    return _with_result(outcome, code)
-
-
-def _with_result(outcome: Outcome, code: Iterable[Any]) -> Outcome:
-    found = results(code)
+        if "output" in entry and not os.path.lexists(attempt.root / entry["output"]["path"]):
+            return outcome.failed(f"the output {entry['output']['label']} was not made")
+    found = notebook.results(code)
     if len(found) != 1:
         return outcome.failed(f"a phase records exactly one result; found: {len(found)}")
     try:
@@ -133,18 +139,23 @@ def _with_result(outcome: Outcome, code: Iterable[Any]) -> Outcome:
     return replace(outcome, result=result, verdict=verdict)
 
 
-def results(code: Iterable[Any]) -> list[Any]:
-    """Every recorded result among the outputs of cells."""
-    outputs = [output for cell in code for output in cell.get("outputs", [])]
-    return [output["data"][RESULT_MIME] for output in outputs if RESULT_MIME in output.get("data", {})]
+def with_files(outcome: Outcome, attempt: Attempt, journal: list[dict[str, Any]]) -> Outcome:
+    """The outcome with the declared inputs, and the declared outputs as they are now.
+
+    It fails when an output is or holds a link, or when bytes that an earlier receipt recorded are no longer there.
+    """
+    inputs = [InputRecord.model_validate_json(canonical_json(entry["input"])) for entry in journal if "input" in entry]
+    outcome = replace(outcome, inputs=inputs)
+    try:
+        outcome = replace(outcome, outputs=hash_outputs(attempt, journal))
+        changed = changed_outputs(attempt.root, outcome.outputs)
+    except Refused as error:
+        return outcome.failed(f"{error} (and: {outcome.message})" if outcome.message else str(error))
+    return outcome if changed is None else outcome.failed(changed)
 
 
 def hash_outputs(attempt: Attempt, journal: Iterable[dict[str, Any]]) -> list[OutputRecord]:
-    """Every file that the declared outputs hold now, by path.
-
-    Raises:
-        Refused: a link or device among them, or a file of an earlier receipt whose recorded bytes changed.
-    """
+    """Every file that the declared outputs hold now, by path; raises Refused at a link or device."""
     found: dict[str, OutputRecord] = {}
     for entry in journal:
         if "output" not in entry:
@@ -161,16 +172,33 @@ def hash_outputs(attempt: Attempt, journal: Iterable[dict[str, Any]]) -> list[Ou
     return [found[name] for name in sorted(found)]
 
 
+def changed_outputs(root: Path, outputs: Iterable[OutputRecord]) -> str | None:
+    """What is wrong when a file that an earlier receipt recorded has other bytes now; growing is allowed."""
+    current = {output.path: output for output in outputs}
+    for _, receipt in ledger_receipts(root):
+        for before in receipt.outputs:
+            after = current.get(before.path)
+            if after is None or (after.size, after.sha256) == (before.size, before.sha256):
+                continue
+            if hash_prefixes(root / before.path, [before.size])[1].get(before.size) != before.sha256:
+                return f"{before.path} is not what {receipt.name} attempt {receipt.attempt} recorded"
+    return None
+
+
+def ledger_receipts(root: Path) -> Iterator[tuple[LedgerLine, Receipt]]:
+    """Every line of the ledger with its receipt."""
+    for line in read_ledger(root):
+        yield line, read_receipt(root / line.name / f"attempt-{line.attempt}" / RECEIPT)
+
+
 def find_parents(root: Path, inputs: Iterable[InputRecord]) -> list[ParentRecord]:
     """The receipts that inputs come from: those that list a file with the same path and digest, and receipts read."""
     makers: dict[tuple[str, str], ParentRecord] = {}
-    for line in read_ledger(root):
-        path = root / line.name / f"attempt-{line.attempt}" / RECEIPT
-        receipt = read_receipt(path)
+    for line, receipt in ledger_receipts(root):
         parent = _parent("", receipt, line.receipt_json_sha256)
         for output in receipt.outputs:
             makers[output.path, output.sha256] = parent
-        makers[path.relative_to(root).as_posix(), line.receipt_json_sha256] = parent
+        makers[f"{line.name}/attempt-{line.attempt}/{RECEIPT}", line.receipt_json_sha256] = parent
     found: dict[tuple[str, str], ParentRecord] = {}
     for record in inputs:
         for name, file in files_of(record).items():
@@ -197,10 +225,8 @@ def _parent(label: str, receipt: Receipt, digest: str) -> ParentRecord:
 
 def save_notebook(attempt: Attempt, nb: Any) -> bytes:
     """Replace the attempt's working notebook in one step; returns its bytes."""
-    from d2lib.evidence.kernel import notebook_text, save_working
-
-    text = notebook_text(nb)
-    save_working(attempt.file(WORKING_NOTEBOOK), text)
+    text = notebook.to_text(nb)
+    notebook.save(attempt.file(WORKING_NOTEBOOK), text)
     return text.encode("utf-8")
 
 
@@ -213,11 +239,14 @@ def publish_receipt(nb: Any, attempt: Attempt, opening: Opening, outcome: Outcom
         parents = find_parents(attempt.root, outcome.inputs)
     except Refused as error:
         parents, outcome = [], outcome.failed(f"an earlier receipt cannot be read: {error}")
-    nb.metadata["d2"] = {**nb.metadata.get("d2", {}), "receipt": shown_in_notebook(opening, outcome)}
+    nb.metadata["d2"] = {
+        **nb.metadata.get("d2", {}),
+        "receipt": notebook.binding(opening, outcome.status, outcome.verdict),
+    }
     data = save_notebook(attempt, nb)
     problem = None
-    if len(data) > MAX_NOTEBOOK_BYTES:
-        problem = f"the notebook has {len(data) >> 20} MiB; at most {MAX_NOTEBOOK_BYTES >> 20} are allowed"
+    if len(data) > notebook.MAX_BYTES:
+        problem = f"the notebook has {len(data) >> 20} MiB; at most {notebook.MAX_BYTES >> 20} are allowed"
     else:
         try:
             parse_json(data)
@@ -228,7 +257,7 @@ def publish_receipt(nb: Any, attempt: Attempt, opening: Opening, outcome: Outcom
         for cell in nb.cells:
             if cell.cell_type == "code":
                 cell.outputs = []
-        nb.metadata["d2"]["receipt"] = shown_in_notebook(opening, outcome)
+        nb.metadata["d2"]["receipt"] = notebook.binding(opening, outcome.status, outcome.verdict)
         data = save_notebook(attempt, nb)
     receipt = Receipt(
         **{name: getattr(opening, name) for name in Opening.model_fields if name != "notebook"},
@@ -253,23 +282,6 @@ def publish_receipt(nb: Any, attempt: Attempt, opening: Opening, outcome: Outcom
     return receipt
 
 
-def shown_in_notebook(opening: Opening, outcome: Outcome) -> dict[str, Any]:
-    """What the receipt's notebook carries in its metadata, so that the two files belong together."""
-    return {
-        "namespace": opening.namespace,
-        "phase": opening.phase,
-        "job": opening.job,
-        "attempt": opening.attempt,
-        "started": opening.started,
-        "status": outcome.status,
-        "verdict": outcome.verdict,
-        "source_sha256": opening.notebook.source_sha256,
-        "parameters_sha256": opening.parameters_sha256,
-        "d2lib_sha256": opening.d2lib_sha256,
-        "environment_sha256": opening.environment_sha256,
-    }
-
-
 def seal_abandoned(attempt: Attempt, following: int) -> None:
     """Give an attempt whose papermill was killed its receipt: failed, with the notebook and outputs that it left.
 
@@ -280,8 +292,6 @@ def seal_abandoned(attempt: Attempt, following: int) -> None:
     Raises:
         Refused: the killed attempt's kernel still runs, or the folder is not an attempt's.
     """
-    from d2lib.evidence.kernel import read_notebook
-
     if attempt.file(RECEIPT).exists():
         if attempt.file(OPENING).exists():  # killed after the receipt, before its line
             with ledger_lock(attempt.root):
@@ -301,19 +311,15 @@ def seal_abandoned(attempt: Attempt, following: int) -> None:
         if "kernel" in entry:
             _wait_for_end(entry["kernel"], attempt)
     opening = Opening.model_validate_json(attempt.file(OPENING).read_bytes())
-    nb = read_notebook(attempt.file(WORKING_NOTEBOOK).read_bytes())
-    code = [cell for cell in nb.cells if cell.cell_type == "code" and cell.source.strip()]
+    nb = notebook.from_bytes(attempt.file(WORKING_NOTEBOOK).read_bytes())
+    code = [cell for cell in nb.cells if notebook.is_code(cell)]
     begun = sum(cell.execution_count is not None for cell in code)
     outcome = Outcome(
         "failed",
         f"papermill was killed around cell {max(begun, 1)} of {len(code)}; recorded when attempt {following} began",
         CellCounts(code=len(code), ran=max(begun - 1, 0), errors=0),
-        inputs=[InputRecord.model_validate_json(canonical_json(e["input"])) for e in journal if "input" in e],
     )
-    try:
-        outcome = replace(outcome, outputs=hash_outputs(attempt, journal))
-    except Refused as error:
-        outcome = replace(outcome, message=f"{outcome.message}; its outputs: {error}")
+    outcome = with_files(outcome, attempt, journal)
     last = attempt.file(WORKING_NOTEBOOK).stat().st_mtime
     seconds = max(0.0, last - attempt.file(OPENING).stat().st_mtime)
     publish_receipt(nb, attempt, opening, outcome, seconds)
