@@ -1,0 +1,121 @@
+"""What NVML says about the cards, behind one seam. Nothing here changes a card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import Field, ValidationError
+
+from d2lib.errors import Refused
+from d2lib.files import Record
+
+
+class Cards(Protocol):
+    """What the coordinator needs to know about cards; a UUID is always the whole one."""
+
+    def uuids(self) -> list[str]:
+        """Every card of the host."""
+        ...
+
+    def enforced_power_limit_watts(self, uuid: str) -> float:
+        """The limit that the driver enforces now."""
+        ...
+
+    def free_memory_bytes(self, uuid: str) -> int:
+        """Free card memory."""
+        ...
+
+
+def find_card(cards: Cards, name: str) -> str:
+    """The whole UUID that a name or beginning of one means; raises Refused when it is none or several."""
+    known = cards.uuids()
+    found = [uuid for uuid in known if uuid.startswith(name)]
+    if len(found) != 1:
+        raise Refused(
+            "no such card" if not found else "the name means several cards",
+            expected=f"one card whose UUID begins with {name}",
+            found=", ".join(found or known) or "no card",
+        )
+    return found[0]
+
+
+class NvmlCards:
+    """The driver's own answers, through pynvml."""
+
+    def __init__(self) -> None:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+        except Exception as error:  # the module raises its own kinds, and OSError where there is no driver
+            raise Refused(
+                "NVML does not answer",
+                expected="the NVIDIA driver's library",
+                found=f"{type(error).__name__}: {error}",
+                remedy="check nvidia-smi on this host",
+            ) from None
+        self._nvml: Any = pynvml
+
+    def uuids(self) -> list[str]:
+        """Every card of the host."""
+        handles = (self._nvml.nvmlDeviceGetHandleByIndex(n) for n in range(self._nvml.nvmlDeviceGetCount()))
+        return [_text(self._nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+
+    def enforced_power_limit_watts(self, uuid: str) -> float:
+        """The limit that the driver enforces now; NVML counts milliwatts."""
+        return float(self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._handle(uuid))) / 1000.0
+
+    def free_memory_bytes(self, uuid: str) -> int:
+        """Free card memory."""
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle(uuid)).free)
+
+    def _handle(self, uuid: str) -> Any:
+        return self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+class RecordedCard(Record):
+    """One card of a recorded stand-in."""
+
+    enforced_power_limit_watts: float
+    free_memory_bytes: int = Field(ge=0)
+
+
+class Recording(Record):
+    """What a recorded stand-in's file holds."""
+
+    cards: dict[str, RecordedCard]
+
+
+class RecordedCards:
+    """Answers from a JSON file, read anew each time: for rehearsals and tests on hosts without a card."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def _read(self) -> dict[str, RecordedCard]:
+        try:
+            return Recording.model_validate_json(self._path.read_bytes()).cards
+        except (OSError, ValidationError) as error:
+            raise Refused("the recorded cards cannot be read", found=str(error)[:200], where=self._path) from None
+
+    def uuids(self) -> list[str]:
+        """Every recorded card."""
+        return list(self._read())
+
+    def enforced_power_limit_watts(self, uuid: str) -> float:
+        """The recorded limit."""
+        return self._read()[uuid].enforced_power_limit_watts
+
+    def free_memory_bytes(self, uuid: str) -> int:
+        """The recorded free memory."""
+        return self._read()[uuid].free_memory_bytes
+
+
+def open_cards(recorded: str | None) -> Cards:
+    """The driver's answers, or a recording where the profile names one."""
+    return NvmlCards() if recorded is None else RecordedCards(Path(recorded))

@@ -1,0 +1,154 @@
+"""`python -m d2lib.full_stage`: the coordinator's command line.
+
+Without --check-inputs and --execute it renders: it reads the profile and nothing else, and it starts nothing. What the
+other two need is imported only when they run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from d2lib.coordinator.contract import INPUTS, JOBS, PHASES, Paths, Plan, absolute
+from d2lib.coordinator.profile import Job, load_profile
+from d2lib.errors import D2Error, ExitStatus, Refused
+
+if TYPE_CHECKING:
+    from d2lib.coordinator.contract import Start
+
+CHECKOUT = Path(__file__).resolve().parent.parent.parent
+"""The checkout that this runs from."""
+DEFAULT_PROFILE = CHECKOUT / "params" / "dsv41" / "coordinator.yaml"
+
+_HELP = {
+    "source": "the reviewed checkout, clean",
+    "commit": "its commit, 40 hex digits",
+    "snapshot": "new folder for the staged source, named PILOT-NAMESPACE-full",
+    "output": "the run root of the full run, named like the snapshot",
+    "assembly": "folder with MANIFEST.json",
+    "pilot_source": "the pilot's own source tree",
+    "pilot_receipt": "the pilot's receipt.json",
+    "g1": "the receipt or result of G1",
+    "k2_dev": "dev.k2_drafts.jsonl",
+    "k2_legal": "heldout_legal.k2_drafts.jsonl",
+    "k2_general": "heldout_general.k2_drafts.jsonl",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags. There is none for the recipe: full training takes it from the admitted pilot."""
+    top = argparse.ArgumentParser(
+        prog="python -m d2lib.full_stage",
+        description="The coordinator's procedure for full training and full G2. Without --check-inputs or --execute it "
+        "prints every command that would run, and touches nothing.",
+        epilog="exit statuses: 0 done or started; 1 a verdict of FAIL or INCONCLUSIVE; 2 refused, or bad input; "
+        "3 interrupted; 4 anything unexpected",
+        allow_abbrev=False,
+    )
+    for name, text in _HELP.items():
+        top.add_argument(f"--{name.replace('_', '-')}", required=True, help=text, metavar=name.upper())
+    top.add_argument("--profile", type=Path, default=DEFAULT_PROFILE, help="default: the production host's")
+    action = top.add_mutually_exclusive_group()
+    action.add_argument("--check-inputs", action="store_true", help="CPU admission; no GPU, no session")
+    action.add_argument("--execute", action="store_true", help="really do --phase; only as the coordinator")
+    top.add_argument("--phase", choices=PHASES)
+    top.add_argument("--job", choices=get_args(Job))
+    top.add_argument("--resume", action="store_true", help="go on with an interrupted job")
+    top.add_argument("--attempt", type=int, metavar="N", help="1 for the first resumption, then 2, ...")
+    return top
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    """Flags and profile; raises Refused when they do not go together."""
+    paths = Paths(
+        commit=options.commit,
+        **{name: absolute(getattr(options, name)) for name in ("source", "snapshot", "output", *INPUTS)},
+    )
+    profile = absolute(str(options.profile))
+    for folder in (paths.source, CHECKOUT):
+        if folder in profile.parents:
+            return Plan(paths, load_profile(profile), profile.relative_to(folder).as_posix())
+    raise Refused("the profile is not part of the source", expected=f"a file in {paths.source}", found=profile)
+
+
+def resume_number(options: argparse.Namespace) -> int:
+    """0 for a first start, N for --resume --attempt N; raises Refused when the flags do not fit the phase."""
+    if not options.execute:
+        given = [name for name in ("phase", "job", "resume", "attempt") if getattr(options, name)]
+        if given:
+            raise Refused(f"--{given[0]} needs --execute")
+        return 0
+    if options.phase is None:
+        raise Refused("--execute needs --phase", expected=", ".join(PHASES))
+    jobs = [job for job, spec in JOBS.items() if spec.phase == options.phase]
+    if options.phase == "stage" and (options.job or options.resume or options.attempt is not None):
+        raise Refused("stage has no job and is not resumed")
+    if options.phase != "stage" and options.job not in jobs:
+        raise Refused(f"--phase {options.phase} needs its --job", expected=" or ".join(jobs), found=options.job)
+    if options.resume != (options.attempt is not None) or (options.resume and options.attempt < 1):
+        raise Refused("--resume and --attempt go together", expected="--resume --attempt N, N from 1 on")
+    return options.attempt if options.resume else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status; a refusal is one clear line."""
+    try:
+        options = parser().parse_args(arguments)
+    except SystemExit as error:  # argparse has said why
+        return int(error.code or 0)
+    try:
+        return int(_run(options))
+    except D2Error as error:
+        word = "refused" if isinstance(error, Refused) else type(error).__name__.lower()
+        print(f"full_stage: {word}: {error}", file=sys.stderr)
+        return int(error.exit_status)
+    except KeyboardInterrupt:
+        print("full_stage: interrupted", file=sys.stderr)
+        return int(ExitStatus.INTERRUPTED)
+    except Exception as error:
+        print(f"full_stage: unexpected: {type(error).__name__}: {error}", file=sys.stderr)
+        return int(ExitStatus.UNEXPECTED)
+
+
+def _run(options: argparse.Namespace) -> ExitStatus:
+    resume = resume_number(options)
+    plan = plan_of(options)
+    if options.check_inputs:
+        return _check_inputs(plan)
+    if not options.execute:
+        from d2lib.coordinator.render import render
+
+        print(render(plan), end="")
+        return ExitStatus.DONE
+    os.umask(0o077)
+    from d2lib.coordinator.jobs import check_coordinator, start_job
+
+    check_coordinator(plan)
+    if options.phase == "stage":
+        from d2lib.coordinator.stage import stage
+
+        print(f"staged {plan.paths.snapshot}: STAGED.json {stage(plan)}")
+        return ExitStatus.DONE
+    _tell(start_job(plan, options.job, resume))
+    return ExitStatus.DONE
+
+
+def _check_inputs(plan: Plan) -> ExitStatus:
+    from d2lib.coordinator.admit import check_namespace, run_admission
+    from d2lib.coordinator.stage import reviewed_tree
+
+    reviewed_tree(plan)
+    check_namespace(plan)
+    return run_admission(plan)
+
+
+def _tell(start: Start) -> None:
+    print(f"started {start.session}")
+    print(f"  log      {start.coordinator_log}")
+    print(f"  output   {start.child_log}")
+    print(f"  receipt  {start.receipt}")
+    print(f"  watch    tmux attach -r -t '={start.session}'")
