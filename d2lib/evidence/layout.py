@@ -24,6 +24,8 @@ WORKING_NOTEBOOK = "working.ipynb"
 OPENING = "working.json"
 JOURNAL = "working.jsonl"
 FINAL_NAMES = frozenset({RECEIPT, NOTEBOOK, SIGNATURE})
+RESULT_MIME = "application/vnd.d2.result+json"
+"""The type of the one output in which a notebook records its result."""
 WORKING_NAMES = frozenset({WORKING_NOTEBOOK, OPENING, JOURNAL})
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

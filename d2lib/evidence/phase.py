@@ -27,9 +27,8 @@ from tqdm import tqdm
 
 from d2lib.errors import D2Error, Interrupted, Refused
 from d2lib.evidence.environment import library_folder
-from d2lib.evidence.layout import FINAL_NAMES, JOURNAL, LEDGER, LOCK, RECEIPT, WORKING_NAMES, split_attempt
+from d2lib.evidence.layout import FINAL_NAMES, JOURNAL, LEDGER, LOCK, RECEIPT, RESULT_MIME, WORKING_NAMES, split_attempt
 from d2lib.evidence.ledger import read_ledger
-from d2lib.evidence.notebook import RESULT_MIME
 from d2lib.evidence.receipts import InputRecord, Receipt, Verdict, read_receipt, record_input
 from d2lib.files import Record, canonical_json, inside, sha256_bytes
 
@@ -155,7 +154,7 @@ class Phase(Generic[P]):
             Refused: it is missing, or it is or holds a link.
         """
         self._new(label, self._inputs)
-        place = self.root / path
+        place = Path(os.path.normpath(self.root / path))
         record = self._hash(label, place)
         self._inputs[label] = (place, record)
         self._note({"input": record.model_dump(mode="json")})

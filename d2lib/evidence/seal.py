@@ -316,7 +316,7 @@ def seal_abandoned(attempt: Attempt, following: int) -> None:
     begun = sum(cell.execution_count is not None for cell in code)
     outcome = Outcome(
         "failed",
-        f"papermill was killed around cell {max(begun, 1)} of {len(code)}; recorded when attempt {following} began",
+        f"papermill was killed; {begun} of {len(code)} cells or more had begun; recorded by attempt {following}",
         CellCounts(code=len(code), ran=max(begun - 1, 0), errors=0),
     )
     outcome = with_files(outcome, attempt, journal)

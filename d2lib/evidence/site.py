@@ -14,16 +14,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import nbformat
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
 from d2lib.errors import Refused
+from d2lib.evidence import notebook
 from d2lib.files import read_json, sha256_file, write_exclusive
 from d2lib.show import number
 
 SCHEMA_VERSION = 1
-MAX_NOTEBOOK_BYTES = 100 * 1024 * 1024
 _SIZE = (170, 46)
 _GAP = (28, 44)
 
@@ -95,15 +94,15 @@ def read_entries(runs: Path) -> list[Entry]:
                 where=path,
                 remedy="use the version of d2 that wrote it, or a newer one",
             )
-        notebook = path.with_name("receipt.ipynb")
-        if not notebook.is_file():
-            raise Refused("a receipt's notebook is missing", where=notebook)
-        if notebook.stat().st_size > MAX_NOTEBOOK_BYTES:
+        page = path.with_name("receipt.ipynb")
+        if not page.is_file():
+            raise Refused("a receipt's notebook is missing", where=page)
+        if page.stat().st_size > notebook.MAX_BYTES:
             raise Refused(
                 "a notebook is too large to show",
-                expected=f"at most {MAX_NOTEBOOK_BYTES >> 20} MiB",
-                found=f"{notebook.stat().st_size >> 20} MiB",
-                where=notebook,
+                expected=f"at most {notebook.MAX_BYTES >> 20} MiB",
+                found=f"{page.stat().st_size >> 20} MiB",
+                where=page,
             )
         found.append(Entry(path.parent, data))
     if not found:
@@ -118,12 +117,14 @@ def _cells(entry: Entry) -> Markup:
 
     path = entry.folder / "receipt.ipynb"
     try:
-        notebook = nbformat.reads(path.read_text(encoding="utf-8"), as_version=4)
-    except Exception as error:  # nbformat raises several kinds; all mean that the file is not a notebook
-        raise Refused("a receipt's notebook cannot be read", found=str(error)[:200], where=path) from None
+        page = notebook.from_bytes(path.read_bytes())
+    except ValueError as error:
+        raise Refused("a receipt's notebook cannot be read", found=str(error), where=path) from None
     templates = str(Path(__file__).parent / "templates")
-    exporter = HTMLExporter(template_name="d2", extra_template_basedirs=[templates], config=Config())
-    return Markup(exporter.from_notebook_node(notebook)[0])
+    exporter = HTMLExporter(  # type: ignore[no-untyped-call]
+        template_name="d2", extra_template_basedirs=[templates], config=Config()
+    )
+    return Markup(exporter.from_notebook_node(page)[0])
 
 
 def _parents(entry: Entry, by_hash: Mapping[str, Entry]) -> list[tuple[Entry, str]]:
@@ -243,7 +244,7 @@ def build_site(runs: Path, out: Path) -> list[Path]:
     )
     environment.filters["number"] = number
     style = Markup((Path(__file__).parent / "templates" / "style.css").read_text(encoding="utf-8"))
-    from pygments.formatters import HtmlFormatter
+    from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
 
     style += Markup(HtmlFormatter(style="default").get_style_defs("figure.none, .highlight"))
     pages: dict[str, str] = {}

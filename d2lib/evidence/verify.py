@@ -358,9 +358,10 @@ def _is_written(run: _Run, name: str) -> bool:
 
 
 def _check_extra(run: _Run) -> None:
+    phases = {PurePosixPath(name).parts[0] for name in run.evidence if "/" in name}
+    locks = {LOCK} | {f"{phase}/{LOCK}" for phase in phases}
     for name, status in run.tree.items():
-        parts = PurePosixPath(name).parts
-        if parts[-1] == LOCK and len(parts) <= 2:
+        if name in locks:
             if status.st_size:
                 run.add("extra", name, "a lock holds bytes", "0 bytes", f"{status.st_size} bytes")
         elif name not in run.evidence and name not in run.outputs and not _is_written(run, name):
