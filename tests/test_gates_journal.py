@@ -68,7 +68,7 @@ def test_modes_do_not_hang_on_the_umask(mask: int, tmp_path: Path) -> None:
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "j").iterdir()} == {0o600}
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(stops=st.lists(st.integers(0, 40), max_size=4))
 def test_any_interruption_then_resume_gives_the_same_bytes(
     stops: list[int], tmp_path_factory: pytest.TempPathFactory
@@ -117,7 +117,7 @@ case.work(Path(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("stop", [0, 2, 3, 17, 18])
+@pytest.mark.parametrize("stop", [0, 3, 18])
 def test_real_kill_then_resume_gives_the_same_bytes(stop: int, tmp_path: Path) -> None:
     code = textwrap.dedent(KILL).format(tests=str(Path(__file__).parent))
     command = [sys.executable, "-c", code, str(tmp_path / "j"), str(stop)]
