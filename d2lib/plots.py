@@ -370,6 +370,29 @@ def supply_and_need(rows: Sequence[tuple[str, float, float]], *, title: str) -> 
     return figure
 
 
+def benchmark_ratios(rows: Sequence[tuple[str, float, float | None]], *, title: str) -> Figure:
+    """How many times better each measure is: (what, ratio, ratio that is required or None), on a doubling axis."""
+    with _figure(title, 1.3 + 0.5 * len(rows)) as (figure, axes):
+        for row, (_, ratio, required) in enumerate(reversed(rows)):
+            held = required is None or ratio >= required
+            axes.hlines(row, 1, ratio, colors=CANDIDATE if held else GATE, linewidth=2.2)
+            axes.plot(ratio, row, "o" if held else "X", color=CANDIDATE if held else GATE, markersize=7)
+            axes.annotate(f"{ratio:.2f}×", (max(ratio, 1), row), xytext=(8, 0), textcoords="offset points", va="center",
+                          fontsize=9)  # fmt: skip
+            if required is not None:
+                axes.vlines(required, row - 0.3, row + 0.3, colors=GATE, linestyles="--", linewidth=1.6)
+        values = [value for _, ratio, required in rows for value in (ratio, required or 1.0)]
+        axes.set_xscale("log", base=2)
+        axes.set_xlim(min(0.9, *values) / 1.15, max(2.0, *values) * 2.2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
+        axes.axvline(1, color="#555555", linewidth=0.8)
+        axes.set_yticks(range(len(rows)), [textwrap.fill(what, 22) for what, *_ in reversed(rows)], fontsize=8.5)
+        axes.set_ylim(-0.6, len(rows) - 0.4)
+        axes.set_xlabel("times better (right is better); dashes: required")
+        axes.grid(axis="x")
+    return figure
+
+
 def data_card(rows: Sequence[tuple[str, str, int]]) -> Figure:
     """Rows per split, one segment per family, largest first.
 
