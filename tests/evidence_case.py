@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import nbformat
 from papermill.iorw import load_notebook_node
 
 from d2lib.evidence import engine, notebook
 from d2lib.evidence.engine import Source, open_attempt, set_parameters
+from d2lib.evidence.environment import describe_environment
 from d2lib.evidence.kernel import Progress
 from d2lib.evidence.layout import JOURNAL, NOTEBOOK, Attempt, parse_output
 from d2lib.evidence.receipts import Receipt, record_input
@@ -26,6 +29,9 @@ DEFAULTS = {
     "finish": "run = 'runs/demo'",
     "g2": "run = 'runs/demo'\nsplit = 'dev'",
 }
+
+
+_environment = functools.cache(describe_environment)
 
 
 def write_notebook(path: Path, phase: str, cells: Sequence[str]) -> Path:
@@ -74,7 +80,8 @@ def make_receipt(
     read = Source.read(nb)
     nb = set_parameters(nb, values)
     engine.check_place(attempt)
-    opening = open_attempt(nb, attempt, read, values)
+    with patch.object(engine, "describe_environment", return_value=_environment()):
+        opening = open_attempt(nb, attempt, read, values)
     entries = [{"output": {"label": label, "path": path}} for label, path in (outputs or {}).items()]
     entries += [
         {"input": record_input(label, root / path, path).model_dump(mode="json")}

@@ -292,7 +292,8 @@ def child(workplace: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts papermill as its own process, the digest of the library held still there too."""
     started: list[subprocess.Popen[str]] = []
     code = (
-        "import sys; from papermill.cli import papermill; from d2lib.evidence import engine; "
+        "import sys; sys.modules['rfc3987_syntax'] = None  # two seconds that no test needs\n"
+        "from papermill.cli import papermill; from d2lib.evidence import engine; "
         "from d2lib.files import Hashed; engine.library_sha256 = lambda: Hashed('sha256', '5' * 64); papermill()"
     )
 
@@ -332,7 +333,7 @@ except KeyboardInterrupt:
     raise Interrupted('stopped at a boundary', remedy='resume') from None"""
 
 
-def test_sigterm_is_handed_on_and_the_next_attempt_goes_on(
+def test_sigterm_is_handed_on_and_leaves_an_interrupted_receipt(
     child: Callable[..., subprocess.Popen[str]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_notebook(Path("notebooks/cost_sheet.ipynb"), "cost_sheet", [LOOP, "phase.record({})"])
@@ -352,12 +353,6 @@ def test_sigterm_is_handed_on_and_the_next_attempt_goes_on(
     assert Path("runs/demo/full/steps.txt").read_text().endswith("boundary\n")
     assert verify(run).holds
 
-    cells = ["out = phase.output('steps', 'full/steps.txt')\nout.open('a').write('end\\n')\nphase.record({})"]
-    assert start(cells) is ExitStatus.DONE
-    assert verify(run).holds, "a file that grew keeps its beginning"
-    assert start([cells[0].replace("'a'", "'w'")]) is ExitStatus.UNEXPECTED
-    assert "full/steps.txt is not what cost_sheet attempt 1 recorded" in str(receipt(attempt=3).message)
-
 
 def test_a_killed_papermill_takes_its_kernel_along_and_gets_its_receipt_from_the_next_attempt(
     child: Callable[..., subprocess.Popen[str]],
@@ -369,12 +364,13 @@ def test_a_killed_papermill_takes_its_kernel_along_and_gets_its_receipt_from_the
     process.wait()
     run = Path("runs/demo")
     assert [row.state for row in verify(run).rows if row.where == "cost_sheet/attempt-1"] == ["unfinished"]
-    assert start(["phase.record({})"], attempt=1) is ExitStatus.REFUSED
-    assert start(["phase.record({})"]) is ExitStatus.DONE
+    assert start([], attempt=1) is ExitStatus.REFUSED
+    assert [path.name for path in run.rglob("receipt.*")] == []
+    assert start([], parameters={}) is ExitStatus.REFUSED  # for its parameters, and with a receipt
     assert not psutil.pid_exists(kernel) or psutil.Process(kernel).status() == psutil.STATUS_ZOMBIE
     killed = receipt()
     assert (killed.status, killed.exit_status) == ("failed", 4)
     assert "papermill was killed; 3 of 5 cells or more had begun; recorded by attempt 2" in str(killed.message)
     assert [one.path for one in killed.outputs] == ["full/steps.txt"]
-    assert [(line.attempt, line.status) for line in read_ledger(run)] == [(1, "failed"), (2, "done")]
+    assert [(line.attempt, line.status) for line in read_ledger(run)] == [(1, "failed"), (2, "refused")]
     assert verify(run).holds

@@ -220,7 +220,12 @@ def append_stream(text: str, fresh: str) -> str:
     if "\r" not in fresh and not text.endswith("\r"):
         return text + fresh
     start = text.rfind("\n") + 1
-    lines = (text[start:] + fresh).split("\n")
-    kept = [line[line.rfind("\r", 0, -1) + 1 :] for line in lines]
-    kept[:-1] = [line.removesuffix("\r") for line in kept[:-1]]
+    *lines, last = (text[start:] + fresh).split("\n")
+    kept = [_shown(line) for line in lines]
+    kept.append(_shown(last) + ("\r" if last.endswith("\r") else ""))
     return text[:start] + "\n".join(kept)
+
+
+def _shown(line: str) -> str:
+    line = line.rstrip("\r")
+    return line[line.rfind("\r") + 1 :]
