@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from d2lib.coordinator.contract import ADMITTED, Plan, job_parameters, parameters_text
+from d2lib.coordinator.locked import judge
 from d2lib.coordinator.receipts import check_output, done_receipt
 from d2lib.errors import ExitStatus, Refused
 from d2lib.evidence.environment import child_environment, library_sha256
+from d2lib.evidence.layout import RECEIPT
 from d2lib.evidence.receipts import record_input
 from d2lib.evidence.run import next_attempt
 from d2lib.files import read_json, sha256_file
@@ -57,7 +59,9 @@ def run_admission(plan: Plan) -> ExitStatus:
     with tempfile.TemporaryDirectory(prefix="d2-admission-") as folder:
         parameters = Path(folder, "admission.yaml")
         parameters.write_text(parameters_text(job_parameters(plan, "admission")), encoding="utf-8")
-        command = plan.admission(next_attempt(plan.paths.output / "admission"), parameters)
+        receipts = plan.paths.output / "admission"
+        attempt = next_attempt(receipts)
+        command = plan.admission(attempt, parameters)
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -80,7 +84,7 @@ def run_admission(plan: Plan) -> ExitStatus:
         finally:
             for taken, handler in handlers.items():
                 signal.signal(taken, handler)
-    return ExitStatus(status) if status in list(ExitStatus) else ExitStatus.UNEXPECTED
+    return judge(status, None, receipts / f"attempt-{attempt}" / RECEIPT)[0]
 
 
 def admitted(plan: Plan, inputs: Mapping[str, Any]) -> Admitted:

@@ -183,7 +183,8 @@ class Plan:
         return name if resume == 0 else f"{name}-attempt-{resume}"
 
     def parameters_file(self, job: Job, resume: bool) -> Path:
-        """Where a job's parameters stand in the snapshot."""
+        """Where a job's parameters stand in the snapshot; only training is told that it is resumed."""
+        resume = resume and JOBS[job].notebook == "train"
         return self.paths.snapshot / "parameters" / f"{job}{'.resume' if resume else ''}.yaml"
 
     def parameter_files(self) -> dict[str, str]:
@@ -211,6 +212,7 @@ class Plan:
             *("--solo", solo),
             *("--job", job),
             *("--log", str(child_log)),
+            *("--receipt", str(receipt.with_name("receipt.json"))),
             "--",
             *notebook_command(self.python, self.repo, spec.notebook, receipt, parameters),
         )

@@ -1,6 +1,6 @@
 """The locked runner: one command on one solo, under its lock and limits, supervised to its end.
 
-    python -m d2lib.coordinator.locked --profile FILE --solo NAME --job JOB --log FILE -- COMMAND ...
+    python -m d2lib.coordinator.locked --profile FILE --solo NAME --job JOB --log FILE [--receipt FILE] -- COMMAND ...
 
 It says on stdout, line by line with UTC time and job, that the child started, why it was stopped, and how it ended. The
 child's own output goes to --log. Exit statuses are those of every command; a child that a signal killed is 4.
@@ -80,6 +80,8 @@ class Work:
     solo: str
     log: Path
     command: tuple[str, ...]
+    receipt: Path | None = None
+    """What the command leaves when it comes to an end of its own; without it a status 0, 1 or 3 is not believed."""
 
 
 def run_locked(profile: Profile, work: Work, cards: Cards | None, say: Callable[[str], None]) -> ExitStatus:
@@ -129,7 +131,7 @@ def run_locked(profile: Profile, work: Work, cards: Cards | None, say: Callable[
             if group is not None:
                 with suppress(OSError):
                     group.rmdir()
-    status, text = judge(child.returncode, reason)
+    status, text = judge(child.returncode, reason, work.receipt)
     say(f"{ENDED} exit {int(status)} ({text})")
     return status
 
@@ -191,15 +193,20 @@ def _over(found: Usage, limit: int) -> str | None:
     return None
 
 
-def judge(returncode: int, reason: str | None) -> tuple[ExitStatus, str]:
-    """A child's exit status as one of ours, and what to say of it; no 128+n and no foreign status gets through."""
+def judge(returncode: int, reason: str | None, receipt: Path | None = None) -> tuple[ExitStatus, str]:
+    """A child's exit status as one of ours, and what to say of it; no 128+n and no foreign status gets through.
+
+    Python ends with 1 on any uncaught exception, so that a verdict's status counts only with its receipt.
+    """
+    after = f", after: {reason}" if reason else ""
     if returncode < 0:
-        name = signal.Signals(-returncode).name
-        return ExitStatus.UNEXPECTED, f"the child was killed by {name}{f' after: {reason}' if reason else ''}"
+        return ExitStatus.UNEXPECTED, f"the child was killed by {signal.Signals(-returncode).name}{after}"
     if returncode not in list(ExitStatus):
-        return ExitStatus.UNEXPECTED, f"the child's exit status {returncode} means nothing here"
+        return ExitStatus.UNEXPECTED, f"the child's exit status {returncode} means nothing here{after}"
     status = ExitStatus(returncode)
-    return status, _WORDS[status] + (f", after: {reason}" if reason else "")
+    if status not in (ExitStatus.REFUSED, ExitStatus.UNEXPECTED) and receipt is not None and not receipt.exists():
+        return ExitStatus.UNEXPECTED, f"the child ended with {returncode} and left no receipt{after}"
+    return status, _WORDS[status] + after
 
 
 @contextmanager
@@ -226,6 +233,7 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--solo", required=True)
     parser.add_argument("--job", required=True)
     parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--receipt", type=Path, help="what the command must have written to be believed")
     parser.add_argument("command", nargs="+", metavar="COMMAND")
     return parser.parse_args(arguments)
 
@@ -241,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         here = Path.cwd() / "d2lib"
         if here.is_dir() and os.path.realpath(here) != str(library_folder()):
             raise Refused("the runner runs another d2lib than its folder's", expected=here, found=library_folder())
-        work = Work(options.job, options.solo, options.log, tuple(options.command))
+        work = Work(options.job, options.solo, options.log, tuple(options.command), options.receipt)
         return int(run_locked(load_profile(options.profile), work, None, say))
     except D2Error as error:
         say(f"{REFUSED if isinstance(error, Refused) else 'failed:'} {error}")

@@ -75,7 +75,8 @@ def stage(plan: Plan) -> str:
     admission = admitted(plan, inputs)
     working = snapshot.with_name(f".{snapshot.name}.{secrets.token_hex(6)}.part")
     try:
-        (working / "repo").mkdir(parents=True, mode=0o700)
+        working.mkdir(mode=0o700)
+        (working / "repo").mkdir(mode=0o700)
         extract_archive(plan.paths, working / "repo")
         check_folder(tree, working / "repo", what="the archive", remedy=CAUSES)
         for name, text in plan.parameter_files().items():
