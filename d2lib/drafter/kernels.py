@@ -21,6 +21,12 @@ from torch.nn import functional as F
 TILE = 32
 """Rows of a matrix product's tile."""
 
+_ALIGNMENT = 64
+"""Bytes; a library may also pick its kernel by an operand's address."""
+
+_NARROW = 16
+"""Outputs; a narrower product may go through a kernel in which a row's place counts, so it is widened."""
+
 _EXP_LIMIT = 80.0
 """exp of ±this is a normal fp32 number, so that neither a value nor a gradient becomes inf or NaN."""
 
@@ -36,20 +42,37 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         [..., out].
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    count = rows.shape[0]
+    count, width = rows.shape[0], weight.shape[0]
     if missing := -count % TILE:
         rows = F.pad(rows, (0, 0, 0, missing))
+    elif rows.data_ptr() % _ALIGNMENT:
+        rows = rows.clone()
+    if width < _NARROW:
+        weight = align(weight, 0)
     if rows.shape[0] == TILE:
         product = F.linear(rows, weight)
     elif count:
         product = torch.cat([F.linear(tile, weight) for tile in torch.split(rows, TILE)])
     else:
         product = rows.new_zeros(0, weight.shape[0])
-    return product[:count].reshape(*x.shape[:-1], weight.shape[0])
+    return product[:count, :width].reshape(*x.shape[:-1], width)
+
+
+def align(x: Tensor, dim: int = -1) -> Tensor:
+    """Zeros appended along an axis up to a multiple of 16, so that fp32 slices start at an aligned address."""
+    missing = -x.shape[dim] % (_ALIGNMENT // 4)
+    if not missing:
+        return x
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat([x, x.new_zeros(shape)], dim)
 
 
 def paired_products(left: Tensor, right: Tensor) -> Tensor:
-    """Left[b]·right[b] for every b, one product of a fixed shape at a time: [B, m, n] by [B, n, p] → [B, m, p]."""
+    """Left[b]·right[b] for every b, one product of a fixed shape at a time: [B, m, n] by [B, n, p] → [B, m, p].
+
+    The innermost axes must be aligned (`align`).
+    """
     return torch.stack([a @ b for a, b in zip(left.unbind(), right.unbind(), strict=True)])
 
 

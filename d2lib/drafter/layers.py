@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from d2lib.drafter.kernels import fold, linear, paired_products, sigmoid, silu, softplus
+from d2lib.drafter.kernels import align, fold, linear, paired_products, sigmoid, silu, softplus
 
 _E4M3_MAX = 448.0
 _AMAX_FLOOR = 1e-4
@@ -114,13 +114,14 @@ def sink_attention(q: Tensor, bank: Tensor, bank_valid: Tensor, sink: Tensor) ->
         [B, K, heads, head_dim].
     """
     rounds, slots, heads, width = q.shape
-    scores = paired_products(q.reshape(rounds, slots * heads, width), bank.transpose(1, 2)) * width**-0.5
+    bank, bank_valid = align(align(bank), 1), align(bank_valid)
+    scores = paired_products(align(q).reshape(rounds, slots * heads, -1), bank.transpose(1, 2)) * width**-0.5
     scores = scores.view(rounds, slots, heads, -1).masked_fill(~bank_valid[:, None, None, :], float("-inf"))
     top = torch.maximum(scores.amax(-1), sink).detach()
     exponent = torch.exp(scores - top.unsqueeze(-1))
     mass = fold(exponent) + torch.exp(sink - top)
     attended = exponent / mass.unsqueeze(-1)
-    return paired_products(attended.reshape(rounds, slots * heads, -1), bank).view(q.shape)
+    return paired_products(attended.reshape(rounds, slots * heads, -1), bank)[..., :width].reshape(q.shape)
 
 
 def route(

@@ -141,4 +141,4 @@ def load_adapter(path: Path, config: DrafterConfig) -> Adapter:
     """An adapter of this drafter from one safetensors file, in fp32; anything else is refused."""
     stored = read_tensors(path)
     rank = adapter_rank(stored, config, where=path)
-    return {name: stored[name].float() for name in adapter_shapes(config, rank)}
+    return {name: stored[name].to(torch.float32, copy=True) for name in adapter_shapes(config, rank)}

@@ -153,7 +153,7 @@ def load_weights(path: Path, config: DrafterConfig) -> Weights:
     """
     weights = read_tensors(path)
     check_weights(weights, config, where=path)
-    return {name: weights[name].float() for name in expected_shapes(config)}
+    return {name: weights[name].to(torch.float32, copy=True) for name in expected_shapes(config)}
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor], config: DrafterConfig) -> None:
