@@ -244,6 +244,11 @@ def symbolic(folder: Path) -> None:
     path.symlink_to(folder.parent / "away.json")
 
 
+def pipe(folder: Path) -> None:
+    (folder / f"{SPLIT}-003.json").unlink()
+    os.mkfifo(folder / f"{SPLIT}-003.json", 0o600)
+
+
 def hard(folder: Path) -> None:
     os.link(folder / f"{SPLIT}-003.json", folder.parent / "twin.json")
 
@@ -269,7 +274,7 @@ def a_file(folder: Path) -> None:
 
 
 DAMAGES = [truncate, empty, truncate_contract, no_contract, pretty, pretty_contract, another_request, another_contract,
-           another_count, signed_but_short, no_score, extra, extra_working, extra_folder, symbolic, hard, readable,
+           another_count, signed_but_short, no_score, extra, extra_working, extra_folder, symbolic, pipe, hard, readable,
            open_folder, linked_folder, a_file]  # fmt: skip
 
 

@@ -109,6 +109,22 @@ def test_one_gate_alone_says_no(gate: str, state: str, word: str, value: dict[st
     assert int(verdict(value).exit_status) == 1
 
 
+@pytest.mark.parametrize(("split", "low", "high"), [("heldout_legal", 5, 7), ("dev", -1, 0)])
+def test_gains_are_fasts_and_the_difference_is_fast_minus_ref(split: str, low: int, high: int) -> None:
+    """One arm on either side of the gate, the two closer than they must agree: FAST decides."""
+    plus = {"heldout_legal": [8] * 20, "dev": [10] * 20} | {split: [low] * 20}
+    higher = {"heldout_legal": [8] * 20, "dev": [10] * 20} | {split: [high] * 20}
+    fast_low = scores(plus["heldout_legal"], plus["dev"])
+    ref_high = scores(higher["heldout_legal"], higher["dev"])
+    for request, other in zip(fast_low["splits"][split].values(), ref_high["splits"][split].values(), strict=True):
+        request["ref"], other["ref"] = other["ref"], request["ref"]
+    gate = {"heldout_legal": "legal_gain", "dev": "dev_floor"}[split]
+    assert states(fast_low) == {gate: "fails"}
+    assert states(ref_high) == {}
+    difference = verdict(fast_low).intervals[f"{split}.fast_minus_ref"]["estimate"]
+    assert difference == pytest.approx((low - high) / ROUNDS)
+
+
 def test_a_failing_gate_outweighs_an_undecided_one() -> None:
     assert states(scores([-8] * 20, [-4, 2] * 10)) == {
         "legal_gain": "fails",

@@ -137,8 +137,6 @@ class Journal:
             Refused: the contract differs (names the fields); another process holds the journal; anything in the
                 folder is truncated, malformed, foreign, extra, linked, or readable by others.
         """
-        if folder.is_symlink():
-            raise Refused("a journal cannot be a link", expected="a folder", found="a symbolic link", where=folder)
         try:
             folder.mkdir(mode=0o700)
             folder.chmod(0o700)
@@ -150,7 +148,9 @@ class Journal:
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
-            raise Refused("a journal cannot be opened", found=error.strerror, where=folder) from None
+            raise Refused(
+                "a journal cannot be opened", expected="a folder, not a link", found=error.strerror, where=folder
+            ) from None
         journal = cls(folder, contract, descriptor)
         try:
             journal._lock()
@@ -255,7 +255,7 @@ class Journal:
                 os.unlink(name, dir_fd=self._descriptor)
         for name in sorted(os.listdir(self._descriptor)):
             status = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
-            if name not in expected and name != _CONTRACT:
+            if name not in expected:
                 raise Refused("a journal holds a file that is not its own", found=name, where=self.folder)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or stat.S_IMODE(status.st_mode) & 0o077:
                 raise Refused(
