@@ -274,8 +274,8 @@ def a_file(folder: Path) -> None:
 
 
 DAMAGES = [truncate, empty, truncate_contract, no_contract, pretty, pretty_contract, another_request, another_contract,
-           another_count, signed_but_short, no_score, extra, extra_working, extra_folder, symbolic, pipe, hard, readable,
-           open_folder, linked_folder, a_file]  # fmt: skip
+           another_count, signed_but_short, no_score, extra, extra_working, extra_folder, symbolic, pipe, hard,
+           readable, open_folder, linked_folder, a_file]  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda function: function.__name__)
