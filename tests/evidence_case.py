@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -67,6 +67,7 @@ def make_receipt(
     verdict: str | None = None,
     progress: Progress | None = None,
     stopped: bool = False,
+    edit: Callable[[Any], None] = lambda _: None,
 ) -> tuple[Receipt, Attempt]:
     """A receipt as the engine makes it, of a notebook whose cells did not run but look as if they had."""
     name = phase if job is None else f"{phase}-{job}"
@@ -95,6 +96,7 @@ def make_receipt(
     if result is not None:
         data = {notebook.RESULT_MIME: {"result": dict(result), "verdict": verdict}, "text/plain": "recorded"}
         code[-1]["outputs"] = [nbformat.v4.new_output("display_data", data=data)]
+    edit(nb)
     outcome = judge(nb, attempt, progress, stopped, None)
     return publish_receipt(nb, attempt, opening, outcome, 1.5), attempt
 

@@ -267,6 +267,14 @@ def test_a_broken_ledger_refuses_the_start(monkeypatch: pytest.MonkeyPatch) -> N
     assert sorted(os.listdir("runs/demo/cost_sheet")) == [".lock", "attempt-1"]
 
 
+def test_a_receipt_is_no_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    start([], parameters={})
+    refuse_kernels(monkeypatch)
+    made = Path("runs/demo/cost_sheet/attempt-1/receipt.ipynb")
+    assert run_phase(made, COST, Path("runs"), "demo") is ExitStatus.REFUSED
+    assert not Path("runs/demo/cost_sheet/attempt-2").exists()
+
+
 @pytest.mark.parametrize("option", [["-k", "julia"], ["-l", "R"]])
 def test_another_kernel_is_refused(option: list[str]) -> None:
     write_notebook(Path("notebooks/cost_sheet.ipynb"), "cost_sheet", [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d2lib.errors import ExitStatus, Interrupted, Refused
-from d2lib.evidence import environment
+from d2lib.evidence import environment, notebook
 from d2lib.evidence.engine import plain
 from d2lib.evidence.environment import child_environment, describe_environment, library_path
-from d2lib.evidence.kernel import Progress, append_stream
+from d2lib.evidence.kernel import Progress, Stop, append_stream
 from d2lib.evidence.layout import is_receipts_own, parse_output
 from d2lib.evidence.phase import CONTEXT, Context, Phase, describe_error, validate_parameters
 from d2lib.evidence.receipts import exit_status, record_input
+from d2lib.evidence.verify import verify
 from d2lib.files import Record, canonical_json, record_tree
 
 
@@ -246,6 +248,38 @@ def test_what_came_of_an_execution(tmp_path: Path, progress: Progress, stopped: 
 def test_a_declared_output_that_was_not_made_fails(tmp_path: Path) -> None:
     receipt, _ = make_receipt(tmp_path / "runs" / "demo", "finish", 1, outputs={"x": "x.txt"}, result={})
     assert (receipt.status, receipt.message) == ("failed", "the output x was not made")
+
+
+def test_a_notebook_that_cannot_be_evidence_fails_without_its_outputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put_nan(nb: Any) -> None:
+        nb.cells[-1].outputs[0].data["application/vnd.plot+json"] = {"y": [float("nan")]}
+
+    receipt, _ = make_receipt(tmp_path / "runs" / "nan", "finish", 1, result={}, edit=put_nan)
+    assert receipt.status == "failed"
+    assert "not strict JSON" in str(receipt.message)
+    monkeypatch.setattr(notebook, "MAX_BYTES", 4000)
+    receipt, attempt = make_receipt(tmp_path / "runs" / "large", "finish", 1, result={"x": "x" * 4000})
+    assert receipt.status == "failed"
+    assert "its outputs were dropped" in str(receipt.message)
+    assert attempt.file("receipt.ipynb").stat().st_size < 4000
+    assert verify(tmp_path / "runs" / "large").holds
+
+
+def test_a_stop_waits_for_the_kernel_to_execute_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    with Stop().listening() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert (stop.requested, sent) == (True, [])  # an idle kernel would ignore it
+        stop.pid = 17
+        stop.deliver()
+        stop.deliver()
+        assert sent == [(17, signal.SIGINT)]
+        signal.raise_signal(signal.SIGINT)
+        assert sent == [(17, signal.SIGINT)] * 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize(

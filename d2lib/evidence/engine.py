@@ -98,7 +98,7 @@ class D2Engine:
             raise PhaseExit(ExitStatus(receipt.exit_status))
         from papermill.iorw import papermill_io
 
-        papermill_io.register(str(nb.metadata.papermill["output_path"]), Published())
+        papermill_io.register(str(nb.metadata.papermill["output_path"]), Published(papermill_io.get_handler("local")))
         return notebook.from_bytes(attempt.file(NOTEBOOK).read_bytes())
 
 
@@ -107,7 +107,7 @@ def final_line(receipt: Receipt, attempt: Attempt) -> str:
     word = receipt.verdict or receipt.status
     text = f"d2: {receipt.name} attempt {receipt.attempt}: {word} after {receipt.seconds:.1f} s"
     if receipt.message:
-        text += f": {receipt.message}"
+        text += f": {' '.join(receipt.message.split())[:600]}"
     return f"{text}\nd2: receipt {os.path.relpath(attempt.file(RECEIPT))}"
 
 
@@ -131,12 +131,19 @@ class Source:
         path = from_start(nb.metadata.papermill["input_path"])
         try:
             data = path.read_bytes()
-            cells = notebook.from_bytes(data).cells
+            loaded = notebook.from_bytes(data)
         except (OSError, ValueError, AttributeError) as error:
             raise Refused(
                 "the notebook cannot be read", expected="a file", found=str(error)[:200], where=path
             ) from None
-        digest = notebook.cells_sha256(cells)
+        if "papermill" in loaded.metadata:  # its old parameters would pass for this execution's
+            raise Refused(
+                "the notebook is a receipt and no source",
+                expected="a notebook that papermill has not executed",
+                where=path,
+                remedy="use the one in notebooks/",
+            )
+        digest = notebook.cells_sha256(loaded.cells)
         if digest != notebook.cells_sha256(nb.cells):
             raise Refused("the notebook changed while it was loaded", where=path, remedy="start again")
         return cls(path, str(sha256_bytes(data)), digest)
@@ -325,11 +332,20 @@ def recheck(outcome: Outcome, opening: Opening, source: Source) -> Outcome:
 
 
 class Published:
-    """Papermill's writer for an output that is published already: it lets papermill's last write pass by."""
+    """Papermill's handler of an output that is published already: its one last write passes by, the rest is local.
+
+    Args:
+        local: papermill's handler of local files.
+    """
+
+    def __init__(self, local: Any) -> None:
+        self._local, self._passed = local, False
 
     def write(self, buf: str, path: str) -> None:
-        """Do nothing: the receipt is read-only and final."""
+        """Let papermill's last write pass by: the receipt is read-only and final."""
+        if self._passed:
+            self._local.write(buf, path)
+        self._passed = True
 
-    def pretty_path(self, path: str) -> str:
-        """The path."""
-        return path
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._local, name)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,14 +66,14 @@ def locked(path: Path, *, wait: bool) -> Iterator[None]:
     """
     while True:
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         except OSError as error:
             raise Refused(
                 "a lock cannot be opened", expected="a plain file", found=error.strerror, where=path
             ) from None
         try:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                _flock(descriptor, wait)
             except BlockingIOError:
                 raise Refused(
                     "another process is at this already", where=path, remedy="wait until it has ended"
@@ -89,6 +90,15 @@ def locked(path: Path, *, wait: bool) -> Iterator[None]:
                 return
         finally:
             os.close(descriptor)
+
+
+def _flock(descriptor: int, wait: bool) -> None:
+    """Lock, or give up after a moment: `is_held` of another process may hold the lock for an instant."""
+    for _ in range(0 if wait else 5):
+        with suppress(BlockingIOError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(0.02)
+    return fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
 
 def is_held(path: Path) -> bool:

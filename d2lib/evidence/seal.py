@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -205,7 +206,8 @@ def find_parents(root: Path, inputs: Iterable[InputRecord]) -> list[ParentRecord
             maker = makers.get((name, str(file.sha256)))
             path = root / name
             if maker is None and path.name == RECEIPT and split_attempt(path.parent) is not None:
-                maker = _parent("", read_receipt(path), str(file.sha256))  # another run's
+                with suppress(Refused):  # another run's; what it is worth is the phase's to judge
+                    maker = _parent("", read_receipt(path), str(file.sha256))
             if maker is not None:
                 parent = maker.model_copy(update={"label": record.label})
                 found[record.label, parent.receipt_json_sha256] = parent

@@ -21,12 +21,24 @@ from d2lib.evidence.layout import FINAL_NAMES, JOURNAL, LEDGER, LOCK, NOTEBOOK, 
 from d2lib.evidence.ledger import LedgerLine, check_lines, is_held
 from d2lib.evidence.phase import read_journal
 from d2lib.evidence.receipts import Receipt, files_of, hash_prefixes, parse_receipt
+from d2lib.evidence.sign import Policy, check_envelope
 from d2lib.files import canonical_json, sha256_bytes
 
 State = Literal[
-    "holds", "running", "elsewhere", "changed", "missing", "extra", "link", "broken", "foreign", "unfinished"
+    "holds",
+    "running",
+    "elsewhere",
+    "unchecked",
+    "changed",
+    "missing",
+    "extra",
+    "link",
+    "broken",
+    "foreign",
+    "unfinished",
+    "unsigned",
 ]
-SOUND: frozenset[State] = frozenset({"holds", "running", "elsewhere"})
+SOUND: frozenset[State] = frozenset({"holds", "running", "elsewhere", "unchecked"})
 
 
 @dataclass(frozen=True)
@@ -119,12 +131,14 @@ class _Run:
             self.rows.append(row)
 
 
-def verify(root: Path, *, progress: bool = False) -> Report:
+def verify(root: Path, *, progress: bool = False, policy: Policy | None = None) -> Report:
     """Verify one run.
 
     Args:
         root: the run root, runs/NAMESPACE.
         progress: show a bar over the bytes.
+        policy: who must have signed which phases' receipts; without it, signatures are compared with their receipts
+            and not checked against keys.
 
     Raises:
         Refused: the root is not a folder (or is a link).
@@ -137,6 +151,8 @@ def verify(root: Path, *, progress: bool = False) -> Report:
     lines, head = _check_ledger(run)
     digests = {line.receipt_json_sha256: line for line in lines}
     receipts = {(line.name, line.attempt): _check_receipt(run, line, digests) for line in lines}
+    for line in lines:
+        _check_signature(run, line, receipts[line.name, line.attempt], policy)
     _check_unrecorded(run, set(receipts))
     size = _check_files(run, progress)
     _check_extra(run)
@@ -263,6 +279,40 @@ def _check_receipt(run: _Run, line: LedgerLine, digests: dict[str, LedgerLine]) 
             run.add("broken", page, message, expected, got)
     _claim(run, receipt, path)
     return receipt
+
+
+def _check_signature(run: _Run, line: LedgerLine, receipt: Receipt | None, policy: Policy | None) -> None:
+    """Check a receipt's envelope, and that whoever must sign has signed."""
+    name = f"{line.name}/attempt-{line.attempt}/{SIGNATURE}"
+    if receipt is None:
+        return
+    needed = policy.requirement(receipt) if policy is not None else None
+    data = _read(run, name)
+    held, unknown = set[str](), set[str]()
+    if data is not None:
+        try:
+            held, unknown = check_envelope(data, receipt, line, policy.by_id if policy is not None else {})
+        except Refused as error:
+            run.add("broken", name, error.message, error.expected, error.found)
+            return
+        if held:
+            run.add("holds", name, f"signed by {', '.join(sorted(held))}")
+        if unknown:
+            ids = ", ".join(sorted(unknown))
+            run.add(
+                "unchecked",
+                name,
+                "signed with a key that no policy lists" if policy else "signed; no policy",
+                found=ids,
+            )
+    if needed is not None and len(held & set(needed.keys)) < needed.threshold:
+        run.add(
+            "unsigned",
+            name,
+            "not signed by whom the policy names",
+            f"{needed.threshold} of {', '.join(needed.keys)}",
+            ", ".join(sorted(held)) or "none of them",
+        )
 
 
 def _parse(run: _Run, path: str, data: bytes) -> Receipt | None:
