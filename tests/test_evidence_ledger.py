@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from evidence_case import make_receipt, make_run
@@ -94,6 +96,30 @@ def test_a_writer_that_dies_while_it_publishes_is_finished_by_the_next(
     # before receipt.json the attempt counts as killed; after it, as what it was
     assert (first.status, first.verdict) == (("failed", None) if point == "write_exclusive" else ("done", "PASS"))
     assert len(read_ledger(run)) == 6
+
+
+def test_a_full_disk_loses_nothing_and_the_next_attempt_goes_on(run: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(nb: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+        nb.cells[-1].outputs[0].data["text/plain"] = "x" * 300_000
+
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            make_receipt(run, "g2", 1, job="legal", result={"gain": 0.2}, verdict="PASS", edit=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    make_receipt(run, "g2", 2, job="legal", result={"gain": 0.3}, verdict="PASS")
+    assert [(line.attempt, line.status) for line in read_ledger(run)[4:]] == [(1, "failed"), (2, "done")]
+    assert verify(run).holds, verify(run).render_text()
+
+
+def test_an_output_that_is_a_link_fails(run: Path) -> None:
+    (run / "full" / "swapped.bin").symlink_to("/etc/hostname")
+    made, _ = make_receipt(run, "finish", 2, outputs={"swapped": "full/swapped.bin"}, result={})
+    assert made.status == "failed"
+    assert "a file cannot be opened; expected: a regular file, not a link" in str(made.message)
 
 
 def test_outputs_of_an_earlier_receipt_may_grow_and_nothing_else(run: Path) -> None:

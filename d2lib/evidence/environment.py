@@ -19,6 +19,7 @@ from d2lib.files import FileRecord, Hashed, digest_tree, record_file
 NUMERIC = frozenset(
     {
         "CUBLAS_WORKSPACE_CONFIG",
+        "CUDA_DEVICE_ORDER",
         "CUDA_VISIBLE_DEVICES",
         "MKL_NUM_THREADS",
         "NUMEXPR_NUM_THREADS",
