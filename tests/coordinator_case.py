@@ -10,8 +10,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,9 +68,9 @@ phase = Path(notebook).stem
 attempt = parse_output(output, phase)
 control = Path(values["run"]).parent / "control" / f"{attempt.name}.json"
 do = json.loads(control.read_text()) if control.exists() else {}
-print("cuda", repr(os.environ.get("CUDA_VISIBLE_DEVICES")), "git", [n for n in os.environ if n.startswith("GIT")])
 stopped = []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+print("cuda", repr(os.environ.get("CUDA_VISIBLE_DEVICES")), "git", [n for n in os.environ if n.startswith("GIT")], flush=True)
 until = time.monotonic() + do.get("seconds", 0)
 while time.monotonic() < until and not stopped:
     time.sleep(0.02)
@@ -262,3 +264,26 @@ def is_gone(pid: int) -> bool:
 
 
 PYTHON = sys.executable
+
+
+@contextmanager
+def private_tmux() -> Iterator[Path]:
+    """A tmux of the test's own, on a socket with a short path; nothing of it is left afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="d2t", dir="/tmp"))
+    before = os.environ.get("TMUX_TMPDIR")
+    os.environ["TMUX_TMPDIR"] = str(folder)
+    try:
+        yield folder
+    finally:
+        tmux("kill-server")
+        if before is None:
+            del os.environ["TMUX_TMPDIR"]
+        else:
+            os.environ["TMUX_TMPDIR"] = before
+        shutil.rmtree(folder)
+
+
+def tmux(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+    """Run tmux on the test's socket."""
+    environment = {"PATH": os.environ["PATH"], "TMUX_TMPDIR": os.environ["TMUX_TMPDIR"]}
+    return subprocess.run(("tmux", *arguments), env=environment, capture_output=True, check=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -41,12 +42,16 @@ def check_socket(environment: Mapping[str, str] | None = None) -> None:
 
 def exists(name: str) -> bool:
     """Whether a session of exactly this name is there (tmux would take a mere beginning of a name)."""
-    result = run(("tmux", "has-session", "-t", f"={name}"))
-    if result.returncode == 0:
-        return True
-    said = last_line(result.stderr)
-    if any(words in said for words in _ABSENT):
-        return False
+    for _ in range(5):
+        result = run(("tmux", "has-session", "-t", f"={name}"))
+        if result.returncode == 0:
+            return True
+        said = last_line(result.stderr)
+        if any(words in said for words in _ABSENT):
+            return False
+        if "server exited" not in said and "lost server" not in said:
+            break
+        time.sleep(0.05)  # the last session ended while tmux was asked
     raise Unexpected("tmux does not say whether a session is there", found=said, where=name)
 
 
