@@ -49,10 +49,11 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         rows = rows.clone()
     if width < _NARROW:
         weight = align(weight, 0)
+    transposed = weight.t()
     if rows.shape[0] == TILE:
-        product = F.linear(rows, weight)
+        product = rows.mm(transposed)
     elif count:
-        product = torch.cat([F.linear(tile, weight) for tile in torch.split(rows, TILE)])
+        product = torch.cat([tile.mm(transposed) for tile in torch.split(rows, TILE)])
     else:
         product = rows.new_zeros(0, weight.shape[0])
     return product[:count, :width].reshape(*x.shape[:-1], width)
