@@ -15,7 +15,8 @@ from d2lib.errors import Refused
 from d2lib.evidence import notebook
 from d2lib.evidence.ledger import LedgerLine, genesis, locked, make_line, read_ledger
 from d2lib.evidence.receipts import Receipt, hash_prefixes, parse_receipt, read_receipt, to_bytes
-from d2lib.evidence.verify import Report, verify
+from d2lib.evidence.report import Report
+from d2lib.evidence.verify import verify
 from d2lib.files import canonical_json, sha256_bytes
 
 

@@ -108,7 +108,7 @@ def final_line(receipt: Receipt, attempt: Attempt) -> str:
     text = f"d2: {receipt.name} attempt {receipt.attempt}: {word} after {receipt.seconds:.1f} s"
     if receipt.message:
         text += f": {' '.join(receipt.message.split())[:600]}"
-    return f"{text}\nd2: receipt {os.path.relpath(attempt.file(RECEIPT))}"
+    return f"{text}\nd2: receipt {os.path.relpath(attempt.file(RECEIPT), from_start('.'))}"
 
 
 def _leave(error: D2Error) -> None:
