@@ -49,6 +49,9 @@ class Rounds:
         return {name: batch.anchor.tolist() for name, batch in self.requests.items()}
 
 
+pick = Rounds.rounds_batch
+
+
 def make(seed: int, count: int = 24) -> BlockBatch:
     """Distinct complete rounds in order, whose committed tokens follow an arm's own drafts for 0 … K tokens."""
     batch = random_batch(CONFIG, count, seed, rows=60)
@@ -140,9 +143,16 @@ def test_fallback_gives_the_same_bits_and_says_so(monkeypatch: pytest.MonkeyPatc
     assert (SCORER.batched, slow.batched) == (True, False)
     assert "same bits as one by one" in SCORER.note
     assert "one round at a time" in slow.note
+    for many in slow._many.values():
+        monkeypatch.setattr(many, "forward_batch", None)  # not to be called
+    asked: list[int] = []
+    monkeypatch.setattr(
+        Rounds, "rounds_batch", lambda self, name, part: asked.append(len(part)) or pick(self, name, part)
+    )
     request = "dev-002"
     anchors = BLOCKS.population[request]
     assert score_request(slow, BLOCKS, request, anchors) == score_request(SCORER, BLOCKS, request, anchors)
+    assert asked == [1] * len(anchors) + [len(anchors)]
 
 
 @pytest.mark.parametrize("what", ["accepted", "kl"])

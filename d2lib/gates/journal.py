@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field
 
@@ -25,6 +25,10 @@ from d2lib.errors import Refused
 from d2lib.files import Record, canonical_json, fsync_folder, parse_json, sha256_bytes, write_json
 from d2lib.gates.gate import digest_field, validated
 from d2lib.gates.request import RequestScore, anchors_digest
+
+if TYPE_CHECKING:
+    from d2lib.data.k2 import K2File
+    from d2lib.data.manifest import Manifest
 
 ScoredSplit = Literal["dev", "heldout_legal", "heldout_general"]
 
@@ -95,6 +99,12 @@ class Contract(Record):
                 for request, anchors in sorted(population.items())
             },
         )
+
+    @classmethod
+    def from_k2(cls, k2: K2File, manifest: Manifest, split: ScoredSplit, identities: Identities) -> Contract:
+        """The contract over a split's whole population: every request of the manifest, every complete round of the K2
+        file. There is no other source of these counts. Raises Refused when the file does not cover the split."""
+        return cls.of(split, k2.header.block_size, str(k2.sha256), identities, k2.population(manifest, split))
 
     def check(self, score: RequestScore) -> None:
         """Refuse a score that is not of one of this population's requests, over exactly its rounds, with K slots."""
