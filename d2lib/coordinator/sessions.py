@@ -13,7 +13,8 @@ from d2lib.errors import Refused, Unexpected
 
 SOCKET_PATH_BYTES = 108
 """sizeof(sockaddr_un.sun_path) on Linux, the NUL included."""
-_ABSENT = ("can't find session", "no server running", "no sessions", "No such file or directory")
+_ABSENT = ("no server running", "no sessions", "No such file or directory")
+_LEAVING = ("server exited", "lost server", "no current")
 
 
 def socket_path(environment: Mapping[str, str] | None = None) -> Path:
@@ -41,18 +42,21 @@ def check_socket(environment: Mapping[str, str] | None = None) -> None:
 
 
 def exists(name: str) -> bool:
-    """Whether a session of exactly this name is there (tmux would take a mere beginning of a name)."""
+    """Whether a session of exactly this name is there.
+
+    The names are listed and compared here, because tmux takes the beginning of a name for the name (`-t =NAME` apart).
+    """
     for _ in range(5):
-        result = run(("tmux", "has-session", "-t", f"={name}"))
+        result = run(("tmux", "list-sessions", "-F", "#{session_name}"))
         if result.returncode == 0:
-            return True
+            return name in result.stdout.decode("utf-8", "replace").splitlines()
         said = last_line(result.stderr)
         if any(words in said for words in _ABSENT):
             return False
-        if "server exited" not in said and "lost server" not in said:
+        if not any(words in said for words in _LEAVING):
             break
         time.sleep(0.05)  # the last session ended while tmux was asked
-    raise Unexpected("tmux does not say whether a session is there", found=said, where=name)
+    raise Unexpected("tmux does not say which sessions are there", found=said, where=name)
 
 
 def start_session(start: Start) -> None:
