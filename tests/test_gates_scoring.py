@@ -26,7 +26,6 @@ from d2lib.gates.journal import Contract, Journal
 from d2lib.gates.pilot import SampledRounds
 from d2lib.gates.scoring import Scorer, log_softmax, measure, score_population, score_request, score_sample
 
-# Inner sizes in multiples of 8, as real ones are: with odd ones a library's rows may depend on their place in a tile.
 CONFIG = tiny_config(n_stages=1, head_dim=16, q_lora_rank=16, o_lora_rank=8, moe_inter_dim=24)
 K, V = CONFIG.block_size, CONFIG.vocab_size
 WEIGHTS = tiny_weights(CONFIG)
@@ -69,7 +68,8 @@ def make(seed: int, count: int = 24) -> BlockBatch:
 
 
 BLOCKS = Rounds({f"dev-{i:03}": make(i) for i in range(3)})
-PROBE = BLOCKS.requests["dev-000"]
+FIRST = BLOCKS.requests["dev-000"]
+PROBE = select_rounds(FIRST, torch.arange(4))
 SCORER = Scorer(ARMS, PROBE)
 
 
@@ -205,7 +205,7 @@ def changed(request: str, **fields: Any) -> Rounds:
 
 
 def test_an_incomplete_round_is_refused() -> None:
-    valid = PROBE.valid.clone()
+    valid = FIRST.valid.clone()
     valid[4, -1] = False
     with pytest.raises(Refused, match="incomplete"):
         SCORER.rounds(changed("dev-000", valid=valid), "dev-000", BLOCKS.population["dev-000"])
@@ -222,8 +222,8 @@ def test_rounds_other_than_those_asked_for_are_refused() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_divergence_that_is_not_finite_is_refused(value: float) -> None:
-    hidden = PROBE.teacher_hidden.clone()
-    hidden[int(PROBE.teacher[6, 0])] = value
+    hidden = FIRST.teacher_hidden.clone()
+    hidden[int(FIRST.teacher[6, 0])] = value
     with pytest.raises(Refused, match=r"dev-000, anchor \d+, baseline"):
         SCORER.rounds(changed("dev-000", teacher_hidden=hidden), "dev-000", BLOCKS.population["dev-000"])
 
