@@ -1,4 +1,4 @@
-"""Datasets small enough for a test, whose every tensor is consistent: top 20 from hidden and head, drafts from tokens."""
+"""Datasets small enough for a test and consistent: top 20 from hidden and head, drafts from tokens."""
 
 from __future__ import annotations
 

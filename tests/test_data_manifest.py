@@ -128,7 +128,7 @@ def test_changed_missing_and_truncated_files_are_found(tmp_path: Path) -> None:
         manifest.verify_files(tmp_path)
     data[-1] ^= 1
     first.write_bytes(data)
-    with pytest.raises(Refused, match="train-01.safetensors: a file is missing"):
+    with pytest.raises(Refused, match=r"train-01\.safetensors: a file is missing"):
         manifest.verify_files(tmp_path)
 
 

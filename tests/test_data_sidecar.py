@@ -172,7 +172,8 @@ manifest = Manifest.load(folder / "MANIFEST.json")
 splits = {split: D2Blocks(manifest, folder, split, config) for split in ("train", "dev", "heldout_legal",
                                                                         "heldout_general")}
 order = splits["train"].epoch_order(23, 0)
-result = {"read": bytes_read() - before, "resident": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory),
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
+result = {"read": bytes_read() - before, "resident": 1024 * grown,
           "blocks": {split: len(blocks) for split, blocks in splits.items()}, "order": order.numel() * order.itemsize,
           "files": sum(entry.file.size for entry in entries), "manifest": os.path.getsize(folder / "MANIFEST.json"),
           "stored": sum(os.stat(folder / entry.file.path).st_blocks * 512 for entry in entries)}
