@@ -72,8 +72,13 @@ stopped = []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
 print("cuda", repr(os.environ.get("CUDA_VISIBLE_DEVICES")), "git", [n for n in os.environ if n.startswith("GIT")], flush=True)
 until = time.monotonic() + do.get("seconds", 0)
-while time.monotonic() < until and not stopped:
+trail = [attempt.root / name for name in do.get("trail", [])]
+while (time.monotonic() < until or not all(map(Path.exists, trail))) and not stopped:
     time.sleep(0.02)
+    if missing := [path for path in trail if not path.exists()]:
+        missing[0].parent.mkdir(exist_ok=True)
+        missing[0].touch()
+        time.sleep(0.1)
 status = "interrupted" if stopped else "done"
 made = []
 inputs = []

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,47 @@ def test_the_card_is_pinned_by_its_whole_uuid(tmp_path: Path) -> None:
 def test_a_name_that_is_not_one_card_refuses(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(Refused, match=message):
         find_card(RecordedCards(Path(recorded(tmp_path))), name)
+
+
+class Driver(types.ModuleType):
+    """A driver's library with two cards; NVML counts in milliwatts and bytes."""
+
+    NVMLError = type("NVMLError", (Exception,), {})
+    lost = False
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, number: int) -> str:
+        return (CARD, OTHER)[number]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if self.lost:
+            raise self.NVMLError("GPU is lost")
+        return uuid
+
+    def nvmlDeviceGetUUID(self, handle: str) -> bytes:
+        return handle.encode()
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: str) -> int:
+        return {CARD: 225_000, OTHER: 300_500}[handle]
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(free=7 << 30)
+
+
+def test_nvmls_answers_are_read_in_their_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver("pynvml")
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    cards = NvmlCards()
+    assert find_card(cards, "GPU-bc62df2a") == OTHER
+    assert (cards.enforced_power_limit_watts(CARD), cards.enforced_power_limit_watts(OTHER)) == (225.0, 300.5)
+    assert cards.free_memory_bytes(CARD) == 7 << 30
+    driver.lost = True
+    with pytest.raises(Refused, match="NVML gives no answer; found: nvmlDeviceGetHandleByUUID: GPU is lost"):
+        cards.enforced_power_limit_watts(CARD)
 
 
 def test_without_a_driver_nvml_refuses() -> None:

@@ -59,19 +59,25 @@ class NvmlCards:
 
     def uuids(self) -> list[str]:
         """Every card of the host."""
-        handles = (self._nvml.nvmlDeviceGetHandleByIndex(n) for n in range(self._nvml.nvmlDeviceGetCount()))
-        return [_text(self._nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+        count = int(self._ask("nvmlDeviceGetCount"))
+        handles = (self._ask("nvmlDeviceGetHandleByIndex", number) for number in range(count))
+        return [_text(self._ask("nvmlDeviceGetUUID", handle)) for handle in handles]
 
     def enforced_power_limit_watts(self, uuid: str) -> float:
         """The limit that the driver enforces now; NVML counts milliwatts."""
-        return float(self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._handle(uuid))) / 1000.0
+        handle = self._ask("nvmlDeviceGetHandleByUUID", uuid)
+        return float(self._ask("nvmlDeviceGetEnforcedPowerLimit", handle)) / 1000.0
 
     def free_memory_bytes(self, uuid: str) -> int:
         """Free card memory."""
-        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle(uuid)).free)
+        handle = self._ask("nvmlDeviceGetHandleByUUID", uuid)
+        return int(self._ask("nvmlDeviceGetMemoryInfo", handle).free)
 
-    def _handle(self, uuid: str) -> Any:
-        return self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+    def _ask(self, function: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._nvml, function)(*arguments)
+        except self._nvml.NVMLError as error:
+            raise Refused("NVML gives no answer", found=f"{function}: {error}", where=arguments or None) from None
 
 
 def _text(value: str | bytes) -> str:
