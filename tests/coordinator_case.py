@@ -70,7 +70,8 @@ control = Path(values["run"]).parent / "control" / f"{attempt.name}.json"
 do = json.loads(control.read_text()) if control.exists() else {}
 stopped = []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
-print("cuda", repr(os.environ.get("CUDA_VISIBLE_DEVICES")), "git", [n for n in os.environ if n.startswith("GIT")], flush=True)
+leaked = [name for name in os.environ if name.startswith("GIT")]
+print("cuda", repr(os.environ.get("CUDA_VISIBLE_DEVICES")), "git", leaked, flush=True)
 until = time.monotonic() + do.get("seconds", 0)
 trail = [attempt.root / name for name in do.get("trail", [])]
 while (time.monotonic() < until or not all(map(Path.exists, trail))) and not stopped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
 from pathlib import Path
 
@@ -59,9 +60,14 @@ def test_a_changed_file_is_put_back(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"one")
     path.chmod(0o444)
-    with pytest.raises(ZeroDivisionError), changed(path):
-        assert path.read_bytes() == b"one "
-        raise ZeroDivisionError
+
+    def fail() -> None:
+        with changed(path):
+            assert path.read_bytes() == b"one "
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert path.read_bytes() == b"one"
     assert stat.S_IMODE(path.stat().st_mode) == 0o444
 
@@ -78,8 +84,6 @@ def test_the_drills_checkout_is_the_running_tree_with_its_profile(tmp_path: Path
     (case.source / "notebooks" / "g2.ipynb").write_text("changed and not committed")
     (case.source / "untracked.py").write_text("")
     if not with_git:
-        import shutil
-
         shutil.rmtree(case.source / ".git")
     commit = make_checkout(case.source, tmp_path / "source")
     assert commit == git(tmp_path / "source", "rev-parse", "HEAD")
