@@ -51,11 +51,22 @@ def test_a_killed_holder_frees_the_lock(tmp_path: Path) -> None:
 def test_children_do_not_inherit_the_lock(tmp_path: Path) -> None:
     with hold(tmp_path / "locks", "solo-a", "full-fast") as lease:
         assert os.get_inheritable(lease.descriptor) is False
-        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
-        open_files = [os.readlink(link) for link in Path(f"/proc/{child.pid}/fd").iterdir()]
+        code = (
+            "import os; d = '/proc/self/fd'; print([os.path.realpath(f'{d}/{n}') for n in os.listdir(d)], flush=True)"
+        )
+        child = subprocess.Popen(
+            [sys.executable, "-c", f"{code}; input()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            close_fds=False,
+        )
+        assert child.stdout is not None
+        open_files = child.stdout.readline()
+        assert open_files.count("pipe:") >= 2
         assert str(lease.path) not in open_files
     check_free(tmp_path / "locks", "solo-a")  # although the child still runs
-    child.communicate(b"\n")
+    child.communicate("\n")
 
 
 def test_a_lock_file_that_was_removed_and_made_again_has_one_holder(
