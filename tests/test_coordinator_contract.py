@@ -260,3 +260,15 @@ def test_the_contract_is_the_same_every_time_and_follows_every_flag() -> None:
 
 def test_default_profile_is_the_production_hosts() -> None:
     assert plan().profile_name == "params/dsv41/coordinator.yaml"
+
+
+def test_the_coordinator_knows_no_arithmetic() -> None:
+    """Importing all of it brings in neither torch nor a room that knows it."""
+    code = (
+        "import importlib, pkgutil, sys, d2lib.coordinator as c, d2lib.full_stage\n"
+        "for found in pkgutil.iter_modules(c.__path__): importlib.import_module(f'd2lib.coordinator.{found.name}')\n"
+        "rooms = ('torch', 'papermill', *(f'd2lib.{n}' for n in 'drafter data train gates admission lab'.split()))\n"
+        "print([name for name in sys.modules if name.startswith(rooms)])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
