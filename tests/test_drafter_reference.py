@@ -21,6 +21,7 @@ VARIANTS = {
     "v4": tiny_config(hc_form="per_motion", q_head_norm=True),
     "quantized": tiny_config(kv_quant="e4m3_ue8m0_64", head_dim=132, n_heads=2),
     "one_stage": tiny_config(n_stages=1, hc_mult=3, n_activated=5, norm_topk_prob=False, target_layer_ids=(1,)),
+    "small_eps": tiny_config(hc_eps=1e-6, norm_eps=1e-20, hc_sinkhorn_iters=20),
     "one_slot": tiny_config(block_size=1, hc_mult=1, hc_sinkhorn_iters=1, hc_form="per_motion"),
 }
 
@@ -64,7 +65,8 @@ def test_reference_is_the_scalar_loop(name: str, adapted: bool) -> None:
         {"routed_scaling_factor": 1.0},
         {"n_activated": 3},
         {"norm_topk_prob": False},
-        {"norm_eps": 0.1},
+        {"norm_eps": 1e-20},
+        {"hc_eps": 1e-6},
         {"noise_token_id": 3},
     ],
     ids=lambda change: next(iter(change)),

@@ -14,7 +14,7 @@ from d2lib.drafter.weights import Weights, expected_shapes
 
 
 def tiny_config(**overrides: Any) -> DrafterConfig:
-    """Two stages, window 7, K = 3; every size different where it can be, so that a transposed axis shows."""
+    """Two stages, window 7, K = 3; sizes differ so that a transposed axis shows, and epsilons are large for the same."""
     fields: dict[str, Any] = {
         "dim": 24,
         "vocab_size": 53,
@@ -35,6 +35,8 @@ def tiny_config(**overrides: Any) -> DrafterConfig:
         "swiglu_limit": 1.5,
         "hc_mult": 4,
         "hc_sinkhorn_iters": 6,
+        "hc_eps": 0.01,
+        "norm_eps": 1e-3,
         "markov_rank": 8,
     }
     return DrafterConfig(**(fields | overrides))
