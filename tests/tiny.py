@@ -14,7 +14,7 @@ from d2lib.drafter.weights import Weights, expected_shapes
 
 
 def tiny_config(**overrides: Any) -> DrafterConfig:
-    """Two stages, window 7, K = 3; sizes differ so that a transposed axis shows, and epsilons are large for the same."""
+    """Two stages, window 7, K = 3. Sizes differ so that a transposed axis shows; epsilons are large, to show too."""
     fields: dict[str, Any] = {
         "dim": 24,
         "vocab_size": 53,
