@@ -43,6 +43,7 @@ class Release:
         self.config = tiny_config(
             dim=40,
             moe_inter_dim=34,
+            n_routed_experts=3,
             target_layer_ids=(0, 1, 2, 3),
             hc_form="single_pass" if form == "deepseek_v41" else "per_motion",
         )
