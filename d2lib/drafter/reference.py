@@ -20,6 +20,7 @@ from d2lib.drafter.batch import Round
 from d2lib.drafter.config import DrafterConfig
 from d2lib.drafter.kernels import fold, linear, sigmoid
 from d2lib.drafter.layers import (
+    Mixes,
     expert,
     mixes,
     normed_projection,
@@ -135,7 +136,7 @@ class Reference:
 
             x, pre = self._motion(prefix, "attn", x, pre, attention)
             x, pre = self._motion(prefix, "ffn", x, pre, experts)
-        return read_streams(x, self._final_pre(x, pre)).view(rounds, c.block_size, c.dim)
+        return self._read(x, self._final_pre(x, pre)).view(rounds, c.block_size, c.dim)
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         """lm_head · RMSNorm(y): [..., dim] to [..., V]."""
@@ -168,9 +169,14 @@ class Reference:
         self, prefix: str, motion: str, x: Tensor, pre: Tensor, sublayer: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Read the streams, apply a sublayer, write it back; returns the streams and this motion's pre."""
+        mix = self._mixes(f"{prefix}.hc_{motion}", x)
+        h = self._read(x, mix.pre if self.config.hc_form == "per_motion" else pre)
+        h = sublayer(self._norm(h, f"{prefix}.{motion}_norm"))
+        return self._write(x, h, mix), mix.pre
+
+    def _mixes(self, name: str, x: Tensor) -> Mixes:
         c, w = self.config, self.weights
-        name = f"{prefix}.hc_{motion}"
-        mix = mixes(
+        return mixes(
             x,
             w[f"{name}_fn"],
             w[f"{name}_base"],
@@ -179,16 +185,22 @@ class Reference:
             hc_eps=c.hc_eps,
             norm_eps=c.norm_eps,
         )
-        h = read_streams(x, mix.pre if c.hc_form == "per_motion" else pre)
-        h = sublayer(self._norm(h, f"{prefix}.{motion}_norm"))
-        return write_streams(x, h, mix.post, mix.comb), mix.pre
+
+    def _normed_projection(self, x: Tensor, name: str) -> Tensor:
+        return normed_projection(x, self.weights[name], self.config.norm_eps)
+
+    def _read(self, x: Tensor, pre: Tensor) -> Tensor:
+        return read_streams(x, pre)
+
+    def _write(self, x: Tensor, h: Tensor, mix: Mixes) -> Tensor:
+        return write_streams(x, h, mix.post, mix.comb)
 
     def _final_pre(self, x: Tensor, pre: Tensor) -> Tensor:
         """The weights of the last collapse: the last motion's pre, or in the per-motion form its own."""
         if self.config.hc_form == "single_pass":
             return pre
         scale, base = self.weights[f"{self.last}.hc_head_scale"], self.weights[f"{self.last}.hc_head_base"]
-        m = normed_projection(x, self.weights[f"{self.last}.hc_head_fn"], self.config.norm_eps)
+        m = self._normed_projection(x, f"{self.last}.hc_head_fn")
         return sigmoid(m * scale + base) + self.config.hc_eps
 
     def _attention(self, name: str, h: Tensor, positions: Tensor, context: Tensor, context_valid: Tensor) -> Tensor:
