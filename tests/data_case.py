@@ -32,6 +32,7 @@ def write_dataset(
     lengths: Mapping[Split, Sequence[int]] = LENGTHS,
     gen_start: int = GEN_START,
     namespace: str = NAMESPACE,
+    target: str | None = None,
     seed: int = 0,
 ) -> Manifest:
     """Sidecars of random rows and their MANIFEST.json under `folder`; one family a sequence."""
@@ -67,7 +68,7 @@ def write_dataset(
         dim=config.dim,
         vocab_size=config.vocab_size,
         n_taps=config.n_taps,
-        target={"name": "random rows"},
+        target={"name": "random rows"} | ({} if target is None else {"sha256": target}),
         sequences=tuple(entries),
     )
     manifest.write(folder / "MANIFEST.json")

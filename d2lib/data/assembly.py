@@ -1,13 +1,14 @@
 """The assembly: one folder with the captured sequences, the native drafter and the live run's trajectories.
 
-    MANIFEST.json  shards/ID.safetensors  drafter.json  native.safetensors  target.json  target.safetensors
-    k2/SPLIT.k2_drafts.jsonl  provenance.json
+MANIFEST.json  shards/ID.safetensors  drafter.json  native.safetensors  target.json  target.safetensors
+k2/SPLIT.k2_drafts.jsonl  provenance.json
 """
 
 from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
+from typing import Literal, get_args
 
 from pydantic import ValidationError
 
@@ -19,7 +20,8 @@ from d2lib.drafter.weights import Weights, load_weights
 from d2lib.errors import Refused
 from d2lib.files import Hashed, inside, read_json, sha256_file
 
-SCORED: tuple[Split, ...] = ("dev", "heldout_legal", "heldout_general")
+ScoredSplit = Literal["dev", "heldout_legal", "heldout_general"]
+SCORED: tuple[ScoredSplit, ...] = get_args(ScoredSplit)
 """The splits that a live K2 trajectory exists for."""
 
 

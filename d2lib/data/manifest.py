@@ -235,8 +235,8 @@ def refused_field(message: str, error: ValidationError, where: object) -> Refuse
     found = first.get("input")
     return Refused(
         message,
-        expected=first["msg"],
-        found=repr(found)[:120] if not isinstance(found, dict) else f"{len(found)} fields",
+        expected=first["msg"].removeprefix("Value error, "),
+        found=None if isinstance(found, dict | Record) else repr(found)[:120],
         where=f"{where}: {field}" if field else where,
     )
 

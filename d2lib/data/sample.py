@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from d2lib.data.manifest import Split
 from d2lib.errors import Refused
 from d2lib.files import Hashed, canonical_json, sha256_bytes
 
 SIZE = 1000
-SAMPLED: tuple[Split, ...] = ("dev", "heldout_legal")
+SAMPLED: tuple[Literal["dev"], Literal["heldout_legal"]] = ("dev", "heldout_legal")
 """The splits that the pilot is judged on."""
 
 Population = Mapping[str, Sequence[int]]

@@ -1,0 +1,538 @@
+"""Admission: a good case is admitted, and for every check there is a case in which it, alone, says no."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from admission_case import CONFIG, PILOT, AdmittedCase, read, remembered, rewrite, small_library
+from safetensors.torch import load_file, save
+from tiny import tiny_adapter
+
+from d2lib.admission import checks, source
+from d2lib.admission.admit import Admission, run_admission
+from d2lib.admission.case import AdmissionInputs
+from d2lib.admission.checks import CHECKS
+from d2lib.data.blocks import D2Blocks
+from d2lib.data.k2 import K2Round
+from d2lib.drafter.lora import save_adapter
+from d2lib.errors import ExitStatus, Refused
+from d2lib.files import sha256_file
+from d2lib.train.recipe import RECIPES, Recipe
+
+NAMES = [check.name for check in CHECKS]
+DIGEST = "sha256:" + "0" * 64
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdmittedCase]:
+    """The good case. Today's source is a copy too, so that a file saved during the tests is no difference."""
+    root = tmp_path_factory.mktemp("admission")
+    today = small_library(root / "today")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source, "library_folder", lambda: today)
+        yield AdmittedCase(root / "run").build(today)
+
+
+@pytest.fixture
+def case(built: AdmittedCase, tmp_path: Path) -> AdmittedCase:
+    """A copy that a test may spoil."""
+    shutil.copytree(built.root, tmp_path / "run")
+    return AdmittedCase(tmp_path / "run")
+
+
+def failing(found: Admission) -> dict[str, str]:
+    """Check → what was found, of those that do not hold. Every check is reported whatever happens."""
+    assert [row.name for row in found.rows] == NAMES
+    return {row.name: row.found for row in found.rows if not row.holds}
+
+
+def consequences(found: dict[str, str], *own: str) -> set[str]:
+    """Checks beside `own` that do not hold; each of them only because it cannot be made."""
+    others = set(found) - set(own)
+    for name in others:
+        assert found[name].startswith("cannot be checked: "), (name, found[name])
+    return others
+
+
+def test_the_good_case_is_admitted(built: AdmittedCase) -> None:
+    found = run_admission(AdmissionInputs(built.assembly, built.g1, built.pilot))  # with the real child
+    assert failing(found) == {}
+    assert found.admitted
+    assert found.exit_status is ExitStatus.DONE
+    assert found.recipe == RECIPES["ACE"]
+    assert isinstance(found.require(), Recipe)
+    assert found.identities["namespace"] == PILOT
+    assert found.identities["pilot"] == built.digest("pilot/receipt.json")
+    assert found.identities["manifest"] == built.digest("assembly/MANIFEST.json")
+    assert all(row.expected and row.found and row.where for row in found.rows)
+    assert found.as_dict()["admitted"] is True
+    built.bind()
+    assert failing(built.run()) == {}  # binding again is no change
+
+
+# --- each check alone. A spoiler changes one thing and binds everything else to it.
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    value = read(path)
+    change(value)
+    rewrite(path, value)
+
+
+def tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    value = load_file(path)
+    change(value)
+    path.unlink()
+    path.write_bytes(save(value))
+
+
+def provenance(**fields: Any) -> Callable[[AdmittedCase], Any]:
+    def spoil(case: AdmittedCase) -> None:
+        edit(case.assembly / "provenance.json", lambda value: value.update(fields))
+        case.bind()
+
+    return spoil
+
+
+def link(case: AdmittedCase) -> None:
+    (case.assembly / "notes").symlink_to(case.g1)
+
+
+def hard_link(case: AdmittedCase) -> None:
+    (case.assembly / "copy").hardlink_to(case.g1)
+
+
+def bad_token(case: AdmittedCase) -> None:
+    tensors(case.assembly / "shards/train-00.safetensors", lambda value: value["tokens"].__setitem__(3, 53))
+    case.bind()
+
+
+def unlisted(case: AdmittedCase) -> None:
+    (case.assembly / "shards/more.safetensors").write_bytes(b"x")
+
+
+def k2_lines(split: str, change: Callable[[list[str]], Any]) -> Callable[[AdmittedCase], Any]:
+    def spoil(case: AdmittedCase) -> None:
+        lines = case.k2(split).read_text().splitlines()
+        change(lines)
+        case.k2(split).unlink()
+        case.k2(split).write_text("".join(f"{line}\n" for line in lines))
+        case.bind()
+
+    return spoil
+
+
+def shorter_blocks(lines: list[str]) -> None:
+    lines[0] = lines[0].replace('"block_size":5', '"block_size":4')
+
+
+def other_drafts(case: AdmittedCase) -> None:
+    """The live run drafts another wrong token wherever it was wrong at once: consistent, but not this drafter."""
+    tokens = {
+        entry.id: load_file(case.assembly / entry.file.path)["tokens"].tolist()
+        for entry in case.manifest.split("heldout_general")
+    }
+
+    def change(lines: list[str]) -> None:
+        for number, line in enumerate(lines[1:], 1):
+            found = K2Round.model_validate_json(line)
+            if found.accepted == 0:
+                taken = {found.drafts[0], tokens[found.request][found.anchor + 1]}
+                other = min(set(range(CONFIG.vocab_size)) - taken)
+                lines[number] = line.replace(f'"drafts":[{found.drafts[0]},', f'"drafts":[{other},')
+
+    k2_lines("heldout_general", change)(case)
+
+
+def g1(change: Callable[[dict[str, Any]], Any]) -> Callable[[AdmittedCase], Any]:
+    return lambda case: case.bind(g1=change)
+
+
+def receipt(change: Callable[[dict[str, Any]], Any]) -> Callable[[AdmittedCase], Any]:
+    return lambda case: case.bind(receipt=change)
+
+
+def scores(change: Callable[[dict[str, Any]], Any]) -> Callable[[AdmittedCase], Any]:
+    return lambda case: case.bind(scores=change)
+
+
+def flip(case: AdmittedCase) -> None:
+    path = case.pilot / "ref.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
+def not_a_number(case: AdmittedCase) -> None:
+    tensors(case.pilot / "fast.safetensors", lambda value: value["mtp.0.main_proj.lora_B"].fill_(float("nan")))
+    case.bind()
+
+
+def other_rank(case: AdmittedCase) -> None:
+    (case.pilot / "fast.safetensors").unlink()
+    save_adapter(case.pilot / "fast.safetensors", tiny_adapter(CONFIG, rank=RECIPES["ACE"].rank + 1), CONFIG)
+    case.bind()
+
+
+def other_comment(case: AdmittedCase) -> None:
+    path = case.pilot / "repo/d2lib/drafter/kernels.py"
+    text = path.read_text()
+    path.unlink()
+    path.write_text(text + "# one more line\n")
+    case.bind()
+
+
+def one_numerical_file_less(case: AdmittedCase) -> None:
+    (case.pilot / "repo/d2lib/drafter/rotary.py").unlink()
+    case.bind()
+
+
+def one_numerical_file_more(case: AdmittedCase) -> None:
+    (case.pilot / "repo/d2lib/drafter/tricks.py").write_text("")
+    case.bind()
+
+
+def another_round(value: dict[str, Any]) -> None:
+    """One scored round is not of the sample: an anchor that is not even on the live trajectory's complete part."""
+    rounds = next(iter(value["splits"]["dev"].values()))
+    rounds["anchors"][-1] += 1
+
+
+def a_round_less(value: dict[str, Any]) -> None:
+    for rounds in value["splits"]["dev"].values():
+        if len(rounds["anchors"]) > 1:
+            for name in rounds:
+                rounds[name].pop()
+            return
+
+
+ALONE: list[tuple[str, str, Callable[[AdmittedCase], Any]]] = [
+    ("assembly", "not a regular file: a link", link),
+    ("assembly", "2 names", hard_link),
+    ("provenance", "synthetic", provenance(synthetic=True)),
+    ("provenance", "synthetic", provenance(synthetic=None)),
+    ("provenance", "synthetic", provenance(synthetic=0)),
+    ("provenance", "of another assembly", provenance(namespace="other")),
+    ("provenance", "names no sources", provenance(sources=[])),
+    ("provenance", "a source is withdrawn", provenance(sources=[{"name": "acap", "status": "WITHDRAWN"}])),
+    ("G1(a)", "train-00: row 3 is 53", bad_token),
+    ("G1(a)", "more.safetensors", unlisted),
+    ("K2 dev", "the block size differs", k2_lines("dev", shorter_blocks)),
+    ("K2 heldout_legal", "the block size differs", k2_lines("heldout_legal", shorter_blocks)),
+    ("K2 heldout_general", "ends at row", k2_lines("heldout_general", lambda lines: lines.pop())),
+    ("G1 receipt", "synthetic", g1(lambda v: v.update(synthetic=True))),
+    ("G1 receipt", "the manifest differs", g1(lambda v: v.update(manifest_sha256=DIGEST))),
+    ("G1 receipt", "K2 of heldout_general differs", g1(lambda v: v["k2"].pop("heldout_general"))),
+    ("G1 receipt", "the namespace differs", g1(lambda v: v.update(namespace="other"))),
+    ("G1 receipt", "a row of the G1 receipt does not hold", g1(lambda v: v["rows"][7].update(holds=False))),
+    ("G1(b)", "not exact", g1(lambda v: v["replay"].update(exact=False))),
+    ("G1(b)", "sidecar of dev-01 differs", g1(lambda v: v["replay"]["sequences"].pop("dev-01"))),
+    ("G1(b)", "sidecar of dev-02 differs", g1(lambda v: v["replay"]["sequences"].update({"dev-02": DIGEST}))),
+    ("G1(b)", "sidecar of dev-00 differs", g1(lambda v: v["replay"]["sequences"].update({"dev-00": DIGEST}))),
+    ("G1(b)", "the replayed positions differs", g1(lambda v: v["replay"].update(positions=1))),
+    ("G1(b)", "the target differs", g1(lambda v: v["replay"].update(target=DIGEST))),
+    ("live sources", "withdrawn", g1(lambda v: v["live_sources"][1].update(status="WITHDRAWN"))),
+    ("live sources", "target.safetensors differs", g1(lambda v: v["live_sources"][1].update(sha256=DIGEST))),
+    ("live sources", "a path leaves its folder", g1(lambda v: v["live_sources"][1].update(name="../g1/g1.json"))),
+    ("live sources", "a path leaves its folder", g1(lambda v: v["live_sources"][1].update(name="/etc/hostname"))),
+    ("live sources", "a file is missing", g1(lambda v: v["live_sources"][1].update(name="none"))),
+    ("live sources", "K2 of heldout_general is not among", g1(lambda v: v["live_sources"].pop())),
+    ("parity", "differs from the live one: 1", g1(lambda v: v["parity"]["dev"].update(differing=1))),
+    ("parity", "the rounds differs", g1(lambda v: v["parity"]["heldout_general"].update(rounds=3))),
+    ("parity", "K2 differs", g1(lambda v: v["parity"]["dev"].update(k2=DIGEST))),
+    ("parity", "the native drafter differs", g1(lambda v: v["parity"]["dev"].update(native=DIGEST))),
+    ("parity", "parity was not measured", g1(lambda v: v["parity"].pop("heldout_legal"))),
+    ("parity", "differs from the live one: [", other_drafts),
+    ("pilot receipt", "synthetic", receipt(lambda v: v.update(synthetic=True))),
+    ("pilot receipt", "the verdict differs: FAIL", receipt(lambda v: v.update(verdict="FAIL"))),
+    ("pilot receipt", "the verdict differs: INCONCLUSIVE", receipt(lambda v: v.update(verdict="INCONCLUSIVE"))),
+    ("pilot receipt", "the manifest differs", receipt(lambda v: v.update(manifest_sha256=DIGEST))),
+    ("pilot receipt", "the G1 receipt differs", receipt(lambda v: v.update(g1_sha256=DIGEST))),
+    ("pilot receipt", "K2 of dev differs", receipt(lambda v: v["k2"].update(dev=DIGEST))),
+    ("pilot scores", "the namespace differs", scores(lambda v: v.update(namespace="other"))),
+    ("pilot scores", "the block size differs", scores(lambda v: v.update(block_size=4))),
+    ("pilot checkpoints", "ref.safetensors differs", flip),
+    ("pilot checkpoints", "is not finite", not_a_number),
+    ("pilot checkpoints", "rank differs", other_rank),
+    ("pilot checkpoints", "adapter of ref differs", scores(lambda v: v["adapters"].update(ref=DIGEST))),
+    (
+        "pilot checkpoints",
+        "a path leaves its folder",
+        receipt(lambda v: v["arms"]["fast"].update(checkpoint="../pilot/fast.safetensors")),
+    ),
+    ("numerical files", "1 that are not; the first: d2lib/drafter/kernels.py", other_comment),
+    ("numerical files", "1 that are not; the first: d2lib/drafter/rotary.py", one_numerical_file_less),
+    ("numerical files", "1 that are not; the first: d2lib/drafter/tricks.py", one_numerical_file_more),
+    ("frozen sample", "the sample's namespace|the sample's seed", lambda case: case.bind(sample_namespace="other")),
+    ("frozen sample", "2 that are on one side only", scores(another_round)),
+    ("frozen sample", "1 that are on one side only", scores(a_round_less)),
+    ("frozen sample", "the scored sample differs", scores(lambda v: v.update(sample_identity=DIGEST))),
+    (
+        "frozen sample",
+        "the sample's population_rounds differs",
+        receipt(lambda v: v["sample"]["population_rounds"].update(dev=99)),
+    ),
+    ("initialization", "the initialization differs", receipt(lambda v: v.update(initialization_sha256=DIGEST))),
+]
+
+
+def test_every_check_has_its_negative_control() -> None:
+    elsewhere = {"recipe", "pilot source", "verdict, original source", "verdict, today's source", "training blocks"}
+    assert {name for name, _, _ in ALONE} | elsewhere == set(NAMES)
+
+
+@pytest.mark.parametrize(("name", "text", "spoil"), ALONE, ids=[f"{name}: {text}" for name, text, _ in ALONE])
+def test_one_check_alone_says_no(
+    case: AdmittedCase, name: str, text: str, spoil: Callable[[AdmittedCase], Any]
+) -> None:
+    spoil(case)
+    found = case.run() if spoil is not other_drafts else run_with_every_round(case)
+    refused = failing(found)
+    assert set(refused) == {name}
+    assert any(part in refused[name] for part in text.split("|")), refused[name]
+    assert not found.admitted
+    assert found.exit_status is ExitStatus.REFUSED
+    assert found.recipe is None
+    assert found.identities == {}
+    assert len(found.refusals) == 1
+    assert "\n" not in found.refusals[0]
+    with pytest.raises(Refused, match="1 of 21 admission checks do not hold"):
+        found.require()
+
+
+def run_with_every_round(case: AdmittedCase) -> Admission:
+    return run_admission(replace(case.inputs, parity_rounds=100), recompute=remembered)
+
+
+def test_training_blocks_alone(case: AdmittedCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(D2Blocks, "__len__", lambda self: int(self._end[-1]) - 1)
+    assert list(failing(case.run())) == ["training blocks"]
+
+
+def test_an_original_source_that_computes_something_else(case: AdmittedCase) -> None:
+    """An interval, a sample's or a unit's identity, a checkpoint's digest or the verdict: each must be the recorded."""
+
+    def other(path: tuple[str, ...], value: Any) -> Callable[[Path, Path], Any]:
+        def recompute(folder: Path, raw: Path) -> Any:
+            verdict = copy.deepcopy(remembered(folder, raw))
+            place = verdict
+            for name in path[:-1]:
+                place = place[name]
+            place[path[-1]] = value
+            return verdict
+
+        return recompute
+
+    for path, value in (
+        (("verdict",), "FAIL"),
+        (("intervals", "dev.fast", "lower"), 0.25),
+        (("identities", "sample"), DIGEST),
+        (("identities", "units_dev"), DIGEST),
+        (("identities", "adapter_ref"), DIGEST),
+        (("gates",), []),
+    ):
+        refused = failing(case.run(recompute=other(path, value)))
+        assert list(refused) == ["verdict, original source"], path
+    assert list(failing(case.run(recompute=lambda folder, raw: ["PASS"]))) == ["verdict, original source"]
+    assert list(failing(case.run(recompute=lambda folder, raw: {}))) == ["verdict, original source"]
+
+
+def test_a_source_of_today_that_computes_something_else(case: AdmittedCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = checks.judge_pilot
+    monkeypatch.setattr(checks, "judge_pilot", lambda raw: real(raw).model_copy(update={"verdict": "INCONCLUSIVE"}))
+    refused = failing(case.run())
+    assert list(refused) == ["verdict, today's source"]
+
+
+# --- several checks at once: what hangs together, and what is not there
+
+
+@pytest.mark.parametrize(("fast", "verdict"), [([0, 0], "FAIL"), ([2, 0], "INCONCLUSIVE")])
+def test_a_pilot_that_did_not_pass(case: AdmittedCase, fast: list[int], verdict: str) -> None:
+    """Genuine and bound, but without the gain: the receipt and both recomputations say no."""
+
+    def lose(value: dict[str, Any]) -> None:
+        for requests in value["splits"].values():
+            for number, rounds in enumerate(requests.values()):
+                for arm in ("fast", "ref"):
+                    rounds[arm] = [fast[number]] * len(rounds["anchors"])
+
+    case.bind(scores=lose)
+    assert read(case.pilot / "receipt.json")["verdict"] == verdict
+    assert set(failing(case.run())) == {"pilot receipt", "verdict, original source", "verdict, today's source"}
+
+
+def test_a_changed_statistic_is_seen_by_both_recomputations(case: AdmittedCase) -> None:
+    case.bind(receipt=lambda value: value["statistics"]["intervals"]["dev.fast"].update(lower=0.5))
+    refused = failing(case.run())
+    assert set(refused) == {"verdict, original source", "verdict, today's source"}
+    assert all("intervals are not the recorded ones" in text for text in refused.values())
+
+
+def test_a_source_with_other_gates_is_seen_though_its_map_fits(case: AdmittedCase) -> None:
+    path = case.pilot / "repo/d2lib/gates/pilot.py"
+    text = path.read_text()
+    path.unlink()
+    path.write_text(text.replace("LEGAL_GAIN = 0.15", "LEGAL_GAIN = 0.05"))
+    case.bind()
+    assert set(failing(case.run())) == {"numerical files", "verdict, original source"}
+
+
+def test_a_modified_source_is_not_run(case: AdmittedCase) -> None:
+    case.bind()
+    path = case.pilot / "repo/d2lib/plots.py"
+    path.unlink()
+    path.write_text("raise SystemExit")
+
+    def forbidden(folder: Path, raw: Path) -> Any:
+        raise AssertionError("a modified source was run")
+
+    refused = failing(case.run(recompute=forbidden))
+    assert refused["pilot source"] == f"a source file is modified: {sha256_file(path)}"
+    assert consequences(refused, "pilot source") == {"verdict, original source"}
+
+
+def cached_byte_code(case: AdmittedCase) -> None:
+    folder = case.pilot / "repo/d2lib/__pycache__"
+    folder.mkdir()
+    (folder / "files.cpython-311.pyc").write_bytes(b"x")
+
+
+def linked_source(case: AdmittedCase) -> None:
+    path = case.pilot / "repo/d2lib/plots.py"
+    path.rename(case.root / "plots.py")
+    path.symlink_to(case.root / "plots.py")
+
+
+def other_map(case: AdmittedCase) -> None:
+    edit(case.pilot / "repo/SOURCE_MAP.json", lambda value: value.pop("d2lib/plots.py"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (cached_byte_code, "a file is not in the map"),
+        (linked_source, "a link"),
+        (other_map, "the file map is not the pinned one"),
+        (lambda case: (case.pilot / "repo/d2lib/plots.py").unlink(), "a source file is missing"),
+        (lambda case: (case.pilot / "repo/SOURCE_MAP.json").unlink(), "a file is missing"),
+    ],
+)
+def test_the_source_is_its_map_and_nothing_else(
+    case: AdmittedCase, spoil: Callable[[AdmittedCase], Any], text: str
+) -> None:
+    spoil(case)
+    refused = failing(case.run())
+    assert text in refused["pilot source"]
+    assert consequences(refused, "pilot source", "numerical files") == {"verdict, original source"}
+
+
+def test_a_sidecar_of_another_length_is_no_training_data(case: AdmittedCase) -> None:
+    path = case.assembly / "shards/train-00.safetensors"
+    tensors(path, lambda value: value.update({name: tensor[:-1].contiguous() for name, tensor in value.items()}))
+    case.bind()
+    assert set(failing(case.run())) == {"G1(a)", "training blocks"}
+
+
+RECIPE_ENDS = {"pilot checkpoints", "initialization"}
+RECEIPT_ENDS = {
+    *RECIPE_ENDS,
+    "recipe",
+    "pilot scores",
+    "pilot source",
+    "verdict, original source",
+    "verdict, today's source",
+    "frozen sample",
+}
+
+
+def test_without_a_known_recipe_nothing_is_taken_from_elsewhere(case: AdmittedCase) -> None:
+    case.bind(receipt=lambda value: value["recipe"].pop("objective"))
+    refused = failing(case.run())
+    assert consequences(refused, "recipe") == RECIPE_ENDS
+
+
+@pytest.mark.parametrize(
+    ("spoil", "own", "wanted"),
+    [
+        (lambda case: (case.pilot / "receipt.json").unlink(), "pilot receipt", RECEIPT_ENDS),
+        (receipt(lambda value: value.pop("statistics")), "pilot receipt", RECEIPT_ENDS),
+        (receipt(lambda value: value.update(recipe_option="KL")), "pilot receipt", RECEIPT_ENDS),
+        (receipt(lambda value: value.update(schema_version=2)), "pilot receipt", RECEIPT_ENDS),
+        (lambda case: shutil.rmtree(case.pilot / "repo"), "numerical files", {"verdict, original source"}),
+        (
+            lambda case: (case.pilot / "scores.json").unlink(),
+            "pilot scores",
+            {"pilot checkpoints", "verdict, original source", "verdict, today's source", "frozen sample"},
+        ),
+        (lambda case: case.g1.unlink(), "G1 receipt", {"G1(b)", "live sources", "parity"}),
+    ],
+)
+def test_what_is_missing_or_malformed_is_said_once(
+    case: AdmittedCase, spoil: Callable[[AdmittedCase], Any], own: str, wanted: set[str]
+) -> None:
+    spoil(case)
+    refused = failing(case.run())
+    also = {"pilot receipt"} if own == "G1 receipt" else {"pilot source"} if own == "numerical files" else set()
+    assert own in refused
+    assert consequences(refused, own, *also) == wanted
+
+
+def test_an_empty_folder_gives_every_row(tmp_path: Path) -> None:
+    refused = failing(AdmittedCase(tmp_path).run())
+    assert set(refused) == set(NAMES)
+    assert not any("Traceback" in text for text in refused.values())
+
+
+# --- paths that leave their folder, and links
+
+
+@pytest.mark.parametrize("name", ["fast.safetensors", "scores.json", "receipt.json"])
+def test_a_linked_file_of_the_pilot_is_refused(case: AdmittedCase, name: str) -> None:
+    path = case.pilot / name
+    path.rename(case.root / "elsewhere")
+    path.symlink_to(case.root / "elsewhere")
+    refused = failing(case.run())
+    own = {"fast.safetensors": "pilot checkpoints", "scores.json": "pilot scores", "receipt.json": "pilot receipt"}[
+        name
+    ]
+    assert refused[own] == "a link is not allowed here: a symbolic link"
+    consequences(refused, own)
+
+
+@pytest.mark.parametrize("file", ["../g1/g1.json", "/etc/hostname", "repo/../scores.json"])
+def test_scores_outside_the_pilot_are_refused(case: AdmittedCase, file: str) -> None:
+    case.bind(receipt=lambda value: value["scores"].update(file=file))
+    refused = failing(case.run())
+    assert refused["pilot scores"].startswith("a path leaves its folder")
+    consequences(refused, "pilot scores")
+
+
+def test_linked_inputs_are_refused(case: AdmittedCase) -> None:
+    for path, own in ((case.g1, "G1 receipt"), (case.k2("heldout_general"), "K2 heldout_general")):
+        kept = path.with_name("kept")
+        path.rename(kept)
+        path.symlink_to(kept)
+        assert "a link is not allowed here" in failing(case.run())[own]
+        path.unlink()
+        kept.rename(path)
+    case.assembly.rename(case.root / "real")
+    case.assembly.symlink_to(case.root / "real")
+    assert "not a folder" in failing(case.run())["assembly"]
+
+
+def test_a_manifest_that_points_outside_is_refused(case: AdmittedCase) -> None:
+    edit(case.assembly / "MANIFEST.json", lambda value: value["sequences"][0]["file"].update(path="../x"))
+    found = case.run()
+    (row,) = (row for row in found.rows if row.name == "assembly")
+    assert "plain and relative" in row.expected
+    assert row.where.endswith("MANIFEST.json: sequences.0.file")
+    assert consequences(failing(found), "assembly", "G1 receipt", "pilot receipt")

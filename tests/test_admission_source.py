@@ -1,0 +1,162 @@
+"""The child that recomputes a verdict, the snapshot it runs from, and the list of files that a verdict hangs on."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from d2lib.admission.recompute import recompute_verdict
+from d2lib.admission.source import NUMERICAL_FILES, check_numerical, check_source, snapshot_source
+from d2lib.errors import Refused
+from d2lib.evidence.environment import library_folder
+from d2lib.files import read_json, sha256_file
+
+
+def fake_source(folder: Path, program: str) -> Path:
+    """A snapshot whose verdict module is this program."""
+    (folder / "d2lib/gates").mkdir(parents=True)
+    for name in ("__init__.py", "gates/__init__.py"):
+        (folder / "d2lib" / name).write_text("")
+    (folder / "d2lib/gates/pilot.py").write_text(program)
+    return folder
+
+
+REPORT = """
+import json, os, sys
+import d2lib, d2lib.gates
+print(json.dumps({"environment": dict(os.environ), "path": sys.path, "arguments": sys.argv[1:], "cwd": os.getcwd(),
+                  "stdin": sys.stdin.read(), "library": d2lib.__file__, "flags": [sys.flags.safe_path,
+                  sys.flags.no_user_site]}))
+"""
+
+
+def test_the_child_runs_the_snapshot_in_an_environment_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_SECRET_ACCESS_KEY", "LD_PRELOAD", "PYTHONSTARTUP", "PYTHONINSPECT", "GIT_DIR", "D2_COORDINATOR"):
+        monkeypatch.setenv(name, "/nowhere")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    source = fake_source(tmp_path / "a snapshot; $(touch x)", REPORT)
+    scores = tmp_path / "scores; touch y.json"
+    found = recompute_verdict(source, scores)
+    assert found["library"] == str(source / "d2lib/__init__.py")
+    assert found["path"][0] == str(source)
+    assert found["arguments"] == [str(scores)]
+    assert found["environment"]["PYTHONPATH"] == str(source)
+    assert found["environment"]["CUDA_VISIBLE_DEVICES"] == ""
+    assert not {"AWS_SECRET_ACCESS_KEY", "LD_PRELOAD", "PYTHONSTARTUP", "GIT_DIR", "D2_COORDINATOR"} & set(
+        found["environment"]
+    )
+    assert found["stdin"] == ""
+    assert found["cwd"] not in (os.getcwd(), str(tmp_path))
+    assert found["flags"] == [True, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "a snapshot; $(touch x)"
+    ]  # nothing went through a shell
+    assert not list(source.rglob("__pycache__"))
+
+
+@pytest.mark.parametrize("place", ["d2lib/__pycache__/files.cpython-311.pyc", "d2lib/gates.pyc"])
+def test_byte_code_beside_the_source_is_refused(place: str, tmp_path: Path) -> None:
+    source = fake_source(tmp_path / "s", "print('{}')")
+    assert recompute_verdict(source, tmp_path / "scores.json") == {}
+    (source / place).parent.mkdir(exist_ok=True)
+    (source / place).write_bytes(b"")
+    with pytest.raises(Refused, match="byte code"):
+        recompute_verdict(source, tmp_path / "scores.json")
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("import sys; sys.exit(2)", "gave no verdict.*exit status 2: no message"),
+        ("raise ValueError('broken')", "exit status 1|not valid JSON"),
+        ("import sys; print('refused: bad', file=sys.stderr); sys.exit(2)", "exit status 2: refused: bad"),
+        ("import os; os.kill(os.getpid(), 9)", "exit status -9"),
+        ("print('PASS')", "not valid JSON"),
+        ("print('{\"a\": NaN}')", "not finite"),
+        ("print('{}')\nprint('{}')", "not valid JSON"),
+        ("", "not valid JSON"),
+    ],
+)
+def test_a_child_without_a_verdict_is_refused(program: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=message):
+        recompute_verdict(fake_source(tmp_path / "s", program), tmp_path / "scores.json")
+
+
+def test_a_child_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("d2lib.admission.recompute._SECONDS", 0.5)
+    with pytest.raises(Refused, match="did not finish"):
+        recompute_verdict(fake_source(tmp_path / "s", "import time; time.sleep(60)"), tmp_path / "scores.json")
+
+
+def test_a_path_that_would_be_two_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="cannot be searched for modules"):
+        recompute_verdict(tmp_path / "a:b", tmp_path / "scores.json")
+
+
+def test_a_snapshot_is_the_library_and_its_map(tmp_path: Path) -> None:
+    digest = snapshot_source(tmp_path / "repo")
+    files = check_source(tmp_path / "repo", digest)
+    assert "d2lib/gates/pilot.py" in files
+    assert not any("__pycache__" in name for name in files)
+    assert check_numerical(tmp_path / "repo") > 15
+    with pytest.raises(Refused, match="never overwritten"):
+        snapshot_source(tmp_path / "repo")
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/link.py").symlink_to(tmp_path / "repo/SOURCE_MAP.json")
+    with pytest.raises(Refused, match="a link is not allowed"):
+        snapshot_source(tmp_path / "other", {"source": tmp_path / "source"})
+
+
+@pytest.mark.parametrize(
+    "value", [{}, [], {"d2lib/x.py": {"size": 1}}, {"d2lib/x.py": {"size": 1, "sha256": "x"}}, {"d2lib/x.py": 3}]
+)
+def test_a_bad_map_is_refused(value: object, tmp_path: Path) -> None:
+    (tmp_path / "SOURCE_MAP.json").write_text(json.dumps(value))
+    with pytest.raises(Refused, match="not a"):
+        check_source(tmp_path, sha256_file(tmp_path / "SOURCE_MAP.json"))
+
+
+def test_a_map_without_the_library_is_not_numerical(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/a.py").write_text("x = 1\n")
+    snapshot_source(tmp_path / "repo", {"docs": tmp_path / "source"})
+    assert list(read_json(tmp_path / "repo/SOURCE_MAP.json")) == ["docs/a.py"]
+    with pytest.raises(Refused, match="differ from the pilot's"):
+        check_numerical(tmp_path / "repo")
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of d2lib that a file imports anywhere, as paths in the library."""
+    root, found = library_folder(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        modules: list[str] = []
+        if isinstance(node, ast.Import):
+            modules = [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules = [node.module, *(f"{node.module}.{name.name}" for name in node.names)]
+        for module in modules:
+            if module.split(".")[0] == "d2lib":
+                place = "/".join(module.split(".")[1:])
+                found |= {name for name in (f"{place}.py", f"{place}/__init__.py") if (root / name).is_file()}
+    return found
+
+
+def test_the_numerical_files_are_closed_under_import() -> None:
+    """What a verdict hangs on may import nothing that could change unseen."""
+    root = library_folder()
+    files = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
+    pinned = {name for name in files if any(fnmatchcase(name, pattern) for pattern in NUMERICAL_FILES)}
+    assert {"gates/pilot.py", "gates/bootstrap.py", "drafter/reference.py", "data/blocks.py"} <= pinned
+    outside = {
+        (name, other) for name in sorted(pinned) for other in imported(root / name) if other and other not in pinned
+    }
+    assert outside == set()
+    assert all(any(fnmatchcase(name, pattern) for name in files) for pattern in NUMERICAL_FILES)
