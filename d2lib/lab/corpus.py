@@ -48,7 +48,7 @@ _OPENING = (
     rf"|this software is provided|licen[cs]e:|name:|files?:|creative commons|{_TITLE}))"
 )
 _BOUNDARY = re.compile(rf"{_RULE}|\f|{_OPENING}", re.MULTILINE | re.IGNORECASE)
-"""Where one licence of a bundle may end and the next begin: a rule of dashes, a form feed, a paragraph that opens one."""
+"""Where one licence of a bundle may end and the next begin: a rule of dashes, a form feed, an opening paragraph."""
 
 
 class SourceFile(Record):

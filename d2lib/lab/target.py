@@ -8,9 +8,10 @@ residuals of chosen layers, and the final hidden state, of which the distributio
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -61,7 +62,8 @@ class KVCache:
     def empty(cls, config: TargetConfig, batch: int, capacity: int) -> Self:
         """Room for `capacity` rows of `batch` sequences."""
         shape = (batch, config.n_heads, capacity, config.head_dim)
-        return cls(*([torch.zeros(shape) for _ in range(config.n_layers)] for _ in range(2)))
+        layers = range(config.n_layers)
+        return cls([torch.zeros(shape) for _ in layers], [torch.zeros(shape) for _ in layers])
 
 
 @dataclass(frozen=True)
@@ -72,34 +74,30 @@ class TargetOutput:
     hidden: Tensor
 
 
-class Target(nn.Module):
-    """The LM. Weights are normal with variance 1/in, projections into the residual also divided by 2·n_layers."""
+class Layer(nn.Module):
+    """The weights of one block; linear weights are [out, in]. qkv and up hold their parts stacked."""
 
     def __init__(self, config: TargetConfig, generator: torch.Generator) -> None:
         super().__init__()
-        c = self.config = config
-        residual = 1 / math.sqrt(2 * c.n_layers)
+        dim, residual = config.dim, 1 / math.sqrt(2 * config.n_layers)
+        self.attn_norm = nn.Parameter(torch.ones(dim))
+        self.qkv = _linear(3 * dim, dim, generator)
+        self.out = _linear(dim, dim, generator, residual)
+        self.mlp_norm = nn.Parameter(torch.ones(dim))
+        self.up = _linear(2 * config.mlp_dim, dim, generator)
+        self.down = _linear(dim, config.mlp_dim, generator, residual)
 
-        def linear(out: int, inner: int, gain: float = 1.0) -> nn.Parameter:
-            return nn.Parameter(torch.randn(out, inner, generator=generator) * (gain / math.sqrt(inner)))
 
-        self.embed = nn.Parameter(torch.randn(c.vocab_size, c.dim, generator=generator) * 0.5)
-        self.head = linear(c.vocab_size, c.dim)
-        self.norm = nn.Parameter(torch.ones(c.dim))
-        self.layers = nn.ModuleList()
-        for _ in range(c.n_layers):
-            self.layers.append(
-                nn.ParameterDict(
-                    {
-                        "attn_norm": nn.Parameter(torch.ones(c.dim)),
-                        "qkv": linear(3 * c.dim, c.dim),
-                        "out": linear(c.dim, c.dim, residual),
-                        "mlp_norm": nn.Parameter(torch.ones(c.dim)),
-                        "up": linear(2 * c.mlp_dim, c.dim),
-                        "down": linear(c.dim, c.mlp_dim, residual),
-                    }
-                )
-            )
+class Target(nn.Module):
+    """The LM. Linear weights start normal with variance 1/in, those into the residual also divided by 2·n_layers."""
+
+    def __init__(self, config: TargetConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Parameter(torch.randn(config.vocab_size, config.dim, generator=generator) * 0.5)
+        self.head = _linear(config.vocab_size, config.dim, generator)
+        self.norm = nn.Parameter(torch.ones(config.dim))
+        self.layers = nn.ModuleList(Layer(config, generator) for _ in range(config.n_layers))
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> TargetOutput:
         """Taps and final hidden states of tokens [B, L] int64.
@@ -110,22 +108,25 @@ class Target(nn.Module):
         c = self.config
         start = 0 if cache is None else cache.length
         cos, sin = _angles(start, tokens.shape[1], c)
+        mask = (
+            None if start == 0 else torch.ones(tokens.shape[1], start + tokens.shape[1], dtype=torch.bool).tril(start)
+        )
         x = F.embedding(tokens, self.embed)
         taps: dict[int, Tensor] = {}
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(cast(Iterable[Layer], self.layers)):
             if number in c.tap_layers:
                 taps[number] = x
-            h = F.rms_norm(x, (c.dim,), layer["attn_norm"], c.norm_eps)
-            q, k, v = F.linear(h, layer["qkv"]).unflatten(-1, (3, c.n_heads, c.head_dim)).permute(2, 0, 3, 1, 4)
+            h = F.rms_norm(x, (c.dim,), layer.attn_norm, c.norm_eps)
+            q, k, v = F.linear(h, layer.qkv).view(*tokens.shape, 3, c.n_heads, c.head_dim).permute(2, 0, 3, 1, 4)
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
             if cache is not None:
                 end = start + tokens.shape[1]
                 cache.keys[number][:, :, start:end], cache.values[number][:, :, start:end] = k, v
                 k, v = cache.keys[number][:, :, :end], cache.values[number][:, :, :end]
-            mixed = F.scaled_dot_product_attention(q, k, v, **_visibility(start, tokens.shape[1]))
-            x = x + F.linear(mixed.transpose(1, 2).flatten(2), layer["out"])
-            gate, up = F.linear(F.rms_norm(x, (c.dim,), layer["mlp_norm"], c.norm_eps), layer["up"]).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, layer["down"])
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=start == 0)
+            x = x + F.linear(mixed.transpose(1, 2).flatten(2), layer.out)
+            gate, up = F.linear(F.rms_norm(x, (c.dim,), layer.mlp_norm, c.norm_eps), layer.up).chunk(2, dim=-1)
+            x = x + F.linear(F.silu(gate) * up, layer.down)
         if cache is not None:
             cache.length = start + tokens.shape[1]
         taken = torch.cat([taps[number] for number in c.tap_layers], dim=-1)
@@ -153,11 +154,8 @@ def load_target(folder: Path) -> Target:
     return target.requires_grad_(False)
 
 
-def _visibility(start: int, length: int) -> dict[str, object]:
-    """Which keys a query may see: all rows up to its own."""
-    if start == 0 or length == 1:
-        return {"is_causal": length > 1}
-    return {"attn_mask": torch.ones(length, start + length, dtype=torch.bool).tril(start)}
+def _linear(out: int, inner: int, generator: torch.Generator, gain: float = 1.0) -> nn.Parameter:
+    return nn.Parameter(torch.randn(out, inner, generator=generator) * (gain / math.sqrt(inner)))
 
 
 def _angles(start: int, length: int, config: TargetConfig) -> tuple[Tensor, Tensor]:

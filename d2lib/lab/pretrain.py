@@ -1,0 +1,101 @@
+"""The native drafter: all of its weights trained from scratch on general text, as DeepSpec trains a drafter.
+
+Loss: 0.1·CE + 0.9·TV on every slot, plus the binary cross-entropy of the confidence head against α = 1 - TV, which is
+the chance that the slot is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from d2lib.data.blocks import D2Blocks
+from d2lib.drafter.batch import BlockBatch
+from d2lib.drafter.fast import FastDrafter
+from d2lib.drafter.objectives import SlotStatistics, deepspec_mixture
+from d2lib.drafter.weights import Weights
+from d2lib.errors import Interrupted
+from d2lib.files import Record
+from d2lib.lab.training import warmup_cosine
+
+_FROZEN = ("embed.weight", "head.weight")
+
+
+class PretrainingConfig(Record):
+    """How the native drafter is trained. A batch is `anchors` blocks of each of `streams` sequences."""
+
+    updates: int = Field(ge=0)
+    streams: int = Field(gt=0)
+    anchors: int = Field(gt=0)
+    lr: float = Field(gt=0)
+    warmup: float = Field(default=0.05, ge=0, le=1)
+    weight_decay: float = Field(default=0.01, ge=0)
+    clip: float = Field(default=1.0, gt=0)
+
+
+def pretrain(
+    weights: Weights,
+    blocks: D2Blocks,
+    config: PretrainingConfig,
+    generator: torch.Generator,
+    *,
+    progress: Callable[[int, float], object] | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> Weights:
+    """Train a drafter on a split's blocks; embedding and LM head stay the target's.
+
+    Args:
+        weights: fresh weights; they are not changed.
+        blocks: of general text.
+        generator: draws the sequences and anchors of every batch.
+        progress: called after every update with 1 and the loss.
+        stop: asked before every update; when it says yes, Interrupted is raised.
+    """
+    trained = {name: value.clone().requires_grad_(name not in _FROZEN) for name, value in weights.items()}
+    free = [value for value in trained.values() if value.requires_grad]
+    optimizer = torch.optim.AdamW(free, lr=config.lr, weight_decay=config.weight_decay, fused=True)
+    drafter = FastDrafter(blocks.config, trained)
+    for update in range(config.updates):
+        if stop is not None and stop():
+            raise Interrupted("pre-training was stopped", where=f"update {update} of {config.updates}")
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * warmup_cosine(update, config.updates, config.warmup)
+        loss = native_loss(drafter, blocks.batch(_draw(blocks, config, generator)))
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(free, config.clip)
+        optimizer.step()
+        if progress is not None:
+            progress(1, loss.item())
+    return {name: value.detach() for name, value in trained.items()}
+
+
+def native_loss(drafter: FastDrafter, batch: BlockBatch) -> Tensor:
+    """Mean over blocks of the mixture, plus the mean over valid slots of the confidence's cross-entropy."""
+    hidden = drafter.hidden(batch)
+    log_q = torch.log_softmax(drafter.logits(hidden, batch), dim=-1)
+    teacher = batch.teacher_hidden[batch.teacher].float()
+    log_p = torch.log_softmax(F.linear(teacher, drafter.weights["head.weight"]), dim=-1)
+    statistics = SlotStatistics(
+        kl=(log_p.exp() * (log_p - log_q)).sum(-1),
+        tv=0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1),
+        ce=-log_q.gather(-1, batch.target.unsqueeze(-1)).squeeze(-1),
+    )
+    alpha = (1 - statistics.tv.detach()).clamp(0, 1)
+    confidence = F.binary_cross_entropy_with_logits(
+        drafter.confidence(hidden, batch.previous), alpha, weight=batch.valid.float(), reduction="sum"
+    )
+    return deepspec_mixture(statistics, batch.valid).mean() + confidence / batch.valid.sum()
+
+
+def _draw(blocks: D2Blocks, config: PretrainingConfig, generator: torch.Generator) -> Tensor:
+    """Block numbers: few sequences and many anchors of each, so that blocks share their context rows."""
+    sizes = torch.tensor([entry.blocks for entry in blocks.entries])
+    first = sizes.cumsum(0) - sizes
+    picked = torch.randint(len(sizes), (config.streams,), generator=generator)
+    chance = torch.rand(config.streams, config.anchors, generator=generator, dtype=torch.float64)
+    return (first[picked, None] + (chance * sizes[picked, None]).long()).flatten()
