@@ -205,9 +205,9 @@ def load_inputs(path: Path) -> CostInputs:
     value = _read_yaml(path)
     if not isinstance(value, dict) or not isinstance(value.get("inputs"), dict):
         raise Refused("the cost sheet's file has no inputs", expected="inputs: a mapping", where=path)
-    unknown = sorted(value.keys() - {"run", "inputs", "pilot", "manifest"})
+    unknown = sorted(value.keys() - {"run", "inputs", "pilot", "assembly"})
     if unknown:
-        raise Refused("an unknown parameter", expected="run, inputs, pilot, manifest", found=unknown[0], where=path)
+        raise Refused("an unknown parameter", expected="run, inputs, pilot, assembly", found=unknown[0], where=path)
     return parse_inputs(value["inputs"], f"{path}: inputs")
 
 

@@ -61,7 +61,9 @@ class CostSheetParams(PhaseParams):
 
     inputs: dict[str, Any]
     pilot: str | None = None
-    manifest: str | None = None
+    """Folder of the pilot whose measured rates replace the historical ones."""
+    assembly: str | None = None
+    """The assembly whose counts are used."""
 
 
 class AdmissionParams(PhaseParams):

@@ -53,7 +53,7 @@ class BatchedReference:
         """Hidden [B, K, dim], teacher-forced logits [B, K, V] and confidence [B, K]; differentiable."""
         reference = self.reference
         parts = []
-        for rounds, hidden in self._hidden(batch):
+        for rounds, hidden in self.hidden_parts(batch):
             previous = batch.previous[rounds]
             logits = reference.base_logits(hidden) + reference.markov_bias(previous)
             parts.append((hidden, logits, reference.confidence(hidden, previous)))
@@ -66,7 +66,7 @@ class BatchedReference:
         reference = self.reference
         drafts = [
             reference.greedy(reference.base_logits(hidden), batch.anchor_token[rounds], k)
-            for rounds, hidden in self._hidden(batch)
+            for rounds, hidden in self.hidden_parts(batch)
         ]
         return torch.cat(drafts)
 
@@ -75,14 +75,14 @@ class BatchedReference:
         """Teacher-forced results and drafts from one pass of the backbone."""
         reference = self.reference
         parts = []
-        for rounds, hidden in self._hidden(batch):
+        for rounds, hidden in self.hidden_parts(batch):
             previous, base = batch.previous[rounds], reference.base_logits(hidden)
             drafts = reference.greedy(base, batch.anchor_token[rounds], None)
             logits = base + reference.markov_bias(previous)
             parts.append((hidden, logits, reference.confidence(hidden, previous), drafts))
         return BatchOutput(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
-    def _hidden(self, batch: BlockBatch) -> Iterator[tuple[slice, Tensor]]:
+    def hidden_parts(self, batch: BlockBatch) -> Iterator[tuple[slice, Tensor]]:
         """Chunks of rounds and their y [chunk, K, dim]; a context row's keys and values are computed once."""
         reference = self.reference
         rows = reference.context_kv(reference.main_x(batch.taps), batch.positions)

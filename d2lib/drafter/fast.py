@@ -99,12 +99,14 @@ class FastDrafter(Reference):
 
     def _project_groups(self, name: str, x: Tensor) -> Tensor:
         groups, dtype = self.config.o_groups, self.compute_dtype
-        parts = x.unflatten(-1, (groups, -1)).to(dtype)
-        weight = self.weights[f"{name}.weight"].to(dtype).unflatten(0, (groups, -1))
+        parts = x.view(len(x), groups, -1).to(dtype)
+        weight = self.weights[f"{name}.weight"].to(dtype)
+        weight = weight.view(groups, -1, weight.shape[1])
         y = torch.einsum("ngi,goi->ngo", parts, weight).float()
         if self.adapter:
             low = F.linear(parts, self.adapter[f"{name}.lora_A"].to(dtype))
-            rows = self.adapter[f"{name}.lora_B"].to(dtype).unflatten(0, (groups, -1))
+            rows = self.adapter[f"{name}.lora_B"].to(dtype)
+            rows = rows.view(groups, -1, rows.shape[1])
             y = y + torch.einsum("ngr,gor->ngo", low, rows).float()
         return y.flatten(1)
 

@@ -68,7 +68,7 @@ def fused_head_loss(
     blocks, slots, _ = x.shape
     if tile_blocks is None:
         tile_blocks = max(1, TILE_BYTES // (8 * slots * head.shape[0]))
-    loss_sum, kl, tv, ce = _Fused.apply(
+    loss_sum, kl, tv, ce = _Fused.apply(  # type: ignore[no-untyped-call]
         x, head, markov_rows, markov_head, teacher_hidden, target, valid, objective, tile_blocks, chunk
     )
     mask = valid.to(kl.dtype)

@@ -181,6 +181,7 @@ def _corpus(work: _Capture) -> Corpus:
             {
                 "schema_version": 1,
                 "synthetic": False,
+                "namespace": profile.namespace,
                 "profile": profile.model_dump(mode="json"),
                 "versions": {
                     "python": platform.python_version(),
@@ -236,7 +237,7 @@ def _sequences(work: _Capture, target: Target, prompts: dict[Group, list[Prompt]
         target={
             "name": "lab byte LM",
             "config": str(sha256_file(out / "target.json")),
-            "weights": str(sha256_file(out / "target.safetensors")),
+            "sha256": str(sha256_file(out / "target.safetensors")),
         },
         sequences=tuple(entries),
     )
@@ -326,7 +327,7 @@ def _live(work: _Capture, manifest: Manifest, split: Split) -> dict[str, float]:
             namespace=manifest.namespace,
             split=split,
             block_size=config.block_size,
-            live={"native": str(sha256_file(native)), "target": manifest.target["weights"]},
+            live={"native": str(sha256_file(native)), "target": manifest.target["sha256"]},
         )
         write_k2(path, header, (found for stream in streams for found in stream.rounds))
     rounds = [found for lived in K2File.load(path, manifest, work.out).rounds.values() for found in lived]

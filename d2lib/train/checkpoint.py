@@ -18,7 +18,18 @@ from d2lib.files import publish
 
 SCHEMA_VERSION = 1
 _NAME = re.compile(r"step-(\d{9})\.pt")
-_FIELDS = {"schema_version", "identity", "update", "total", "adapter", "optimizer", "rng", "metrics", "complete"}
+_FIELDS = {
+    "schema_version",
+    "identity",
+    "update",
+    "total",
+    "adapter",
+    "optimizer",
+    "rng",
+    "metrics",
+    "complete",
+    "seconds",
+}
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,7 @@ class State:
 
     adapter: name → tensor. optimizer: AdamW's state_dict. rng: torch's CPU generator state. metrics: per update
     columns loss_sum, blocks, lr, grad_norm, accepted, each [update] float64. identity: what the run is bound to.
+    seconds: wall time so far, over all attempts; the one thing here that differs from run to run.
     """
 
     identity: Mapping[str, Any]
@@ -37,6 +49,7 @@ class State:
     rng: Tensor
     metrics: Mapping[str, Tensor]
     complete: bool = False
+    seconds: float = 0.0
 
 
 def step_path(folder: Path, update: int) -> Path:

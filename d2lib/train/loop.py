@@ -18,7 +18,7 @@ from d2lib.drafter.batched import BatchedReference
 from d2lib.drafter.config import DrafterConfig
 from d2lib.drafter.fast import FastDrafter
 from d2lib.drafter.head_loss import HeadLoss, fused_head_loss
-from d2lib.drafter.lora import Adapter, initialization_sha256, initialize_adapter
+from d2lib.drafter.lora import Adapter, adapter_rank, initialization_sha256, initialize_adapter
 from d2lib.drafter.objectives import OBJECTIVES
 from d2lib.errors import Interrupted, Refused, Unexpected
 from d2lib.files import Hashed
@@ -49,13 +49,13 @@ class Arm(Protocol):
 
 @dataclass(frozen=True)
 class TrainResult:
-    """A finished run: the adapter, its file, updates, seconds in this process, and the metrics by column."""
+    """A finished run: the adapter, its file, updates, seconds over all attempts, and the metrics by column."""
 
     adapter: Adapter
     path: Path
     updates: int
     seconds: float
-    seconds_per_update: float | None
+    seconds_per_update: float
     metrics: Mapping[str, Tensor]
     initialization: Hashed
 
@@ -63,17 +63,14 @@ class TrainResult:
 class ReferenceArm:
     """REF as a training path: the reference's own forward pass (in its batched form, with the same bits)."""
 
-    def __init__(
-        self, config: DrafterConfig, weights: Mapping[str, Tensor], adapter: Adapter, objective: str, chunk: int = 16
-    ) -> None:
+    def __init__(self, config: DrafterConfig, weights: Mapping[str, Tensor], adapter: Adapter, objective: str) -> None:
         self.drafter = BatchedReference(config, weights, adapter)
         self.objective = OBJECTIVES[objective]
-        self.chunk = chunk
 
     def loss(self, batch: BlockBatch) -> HeadLoss:
         """The loss from the reference's hidden states; head and loss are the same piece for both arms."""
         reference = self.drafter.reference
-        hidden = torch.cat([part for _, part in self.drafter._hidden(batch)])
+        hidden = torch.cat([part for _, part in self.drafter.hidden_parts(batch)])
         return fused_head_loss(
             reference._norm(hidden, f"{reference.last}.norm"),
             reference.weights["head.weight"],
@@ -183,11 +180,11 @@ def train(
         weight_decay=recipe.weight_decay,
     )
     columns: dict[str, list[float]] = {column: [] for column in METRICS}
-    update = 0
+    update, spent = 0, 0.0
     torch.manual_seed(recipe.seed)
     if latest is not None:
         state = checkpoint.load(latest, bound)
-        update = state.update
+        update, spent = state.update, state.seconds
         with torch.no_grad():
             for key, leaf in leaves.items():
                 leaf.copy_(state.adapter[key])
@@ -212,6 +209,7 @@ def train(
             rng=torch.get_rng_state(),
             metrics={column: torch.tensor(values, dtype=torch.float64) for column, values in columns.items()},
             complete=complete,
+            seconds=spent + clock() - began,
         )
 
     per_epoch = -(-len(blocks) // recipe.batch)
@@ -265,26 +263,22 @@ def train(
                     where=checkpoint.step_path(folder, update),
                     remedy="resume the same job",
                 )
-    seconds = clock() - began
-    result = state_now(True)
-    checkpoint.save(final, result)
-    return TrainResult(
-        adapter=dict(result.adapter),
-        path=final,
-        updates=update,
-        seconds=seconds,
-        seconds_per_update=seconds / (update - first) if update > first else None,
-        metrics=result.metrics,
-        initialization=initialization,
-    )
+    checkpoint.save(final, state_now(True))
+    return finished(final, config)
 
 
-def load_adapter_of(path: Path, config: DrafterConfig, *, identity: Mapping[str, Any] | None = None) -> Adapter:
-    """The adapter of a completed run; an unfinished checkpoint is refused."""
-    state = checkpoint.load(path, identity)
+def finished(path: Path, config: DrafterConfig) -> TrainResult:
+    """The result of a completed run, from its final file; an unfinished checkpoint is refused."""
+    state = checkpoint.load(path)
     if not state.complete or state.update != state.total:
         raise Refused("the run is not complete", expected=f"{state.total} updates", found=state.update, where=path)
-    from d2lib.drafter.lora import adapter_rank
-
     adapter_rank(state.adapter, config, where=path)
-    return dict(state.adapter)
+    return TrainResult(
+        adapter=dict(state.adapter),
+        path=path,
+        updates=state.update,
+        seconds=state.seconds,
+        seconds_per_update=state.seconds / state.update if state.update else 0.0,
+        metrics=state.metrics,
+        initialization=Hashed.parse(state.identity["initialization"]),
+    )

@@ -27,13 +27,18 @@ class Recipe(Record):
     batch: Literal[128] = 128
     vocab_chunk: Literal[8192] = 8192
     rank: Literal[32] = 32
-    beta1: Literal[0.9] = 0.9
-    beta2: Literal[0.999] = 0.999
-    eps: Literal[1e-8] = 1e-8
-    weight_decay: Literal[0.01] = 0.01
-    clip: Literal[1.0] = 1.0
+    beta1: float = Field(default=0.9, ge=0.9, le=0.9)
+    beta2: float = Field(default=0.999, ge=0.999, le=0.999)
+    eps: float = Field(default=1e-8, ge=1e-8, le=1e-8)
+    weight_decay: float = Field(default=0.01, ge=0.01, le=0.01)
+    clip: float = Field(default=1.0, ge=1.0, le=1.0)
     seed: Literal[23] = 23
     taps: Literal["raw"] = "raw"
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return self.objective
 
     @property
     def sha256(self) -> Hashed:

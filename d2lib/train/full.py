@@ -1,0 +1,107 @@
+"""Full training: the admitted recipe over all epochs, from a fresh adapter, and what may follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from d2lib.data.assembly import Assembly
+from d2lib.drafter.lora import Adapter
+from d2lib.errors import Refused
+from d2lib.files import Hashed, canonical_json, read_json, sha256_bytes
+from d2lib.train.loop import TrainResult, finished, train
+from d2lib.train.recipe import Recipe, from_receipt
+
+NAME = "full-fast"
+
+
+class Admitted:
+    """What admission let in: the recipe and the digests that everything after it is bound to.
+
+    Args:
+        path: admitted.json.
+
+    Raises:
+        Refused: not an admission, not admitted, or its recipe is not the one that its identities name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        value = read_json(path)
+        if not isinstance(value, dict) or value.get("admitted") is not True:
+            raise Refused("nothing was admitted here", expected="admitted.json of an admission that holds", where=path)
+        self.path = path
+        self.identities: dict[str, str] = dict(value["identities"])
+        self.recipe: Recipe = from_receipt(value, where=path)
+        digest = str(sha256_bytes(canonical_json(self.recipe.model_dump(mode="json"))))
+        if digest != self.identities["recipe"]:
+            raise Refused(
+                "the admitted recipe is not the one that was admitted",
+                expected=self.identities["recipe"],
+                found=digest,
+                where=path,
+            )
+
+    def check(self, assembly: Assembly) -> None:
+        """Refuse an assembly that is not the admitted one; names the file that differs."""
+        for name, digest in assembly.identities.items():
+            if self.identities.get(name) != digest:
+                raise Refused(
+                    f"the assembly is not the admitted one: {name} differs",
+                    expected=self.identities.get(name),
+                    found=digest,
+                    where=assembly.folder,
+                )
+
+    @property
+    def bound(self) -> dict[str, Any]:
+        """What a checkpoint of full training is bound to."""
+        return dict(self.identities)
+
+
+def full_training(
+    assembly: Assembly,
+    admitted: Admitted,
+    out: Path,
+    *,
+    resume: bool,
+    save_every: float,
+    precision: Any = "fp32",
+    device: str = "cpu",
+    stop: Callable[[], bool] = lambda: False,
+) -> TrainResult:
+    """Train full-fast.pt; see `train` for what is saved, bound and refused."""
+    admitted.check(assembly)
+    return train(
+        assembly.blocks("train"),
+        assembly.config,
+        assembly.weights,
+        admitted.recipe,
+        out,
+        name=NAME,
+        identity=admitted.bound,
+        backend="fast",
+        precision=precision,
+        device=device,
+        resume=resume,
+        save_every=save_every,
+        expected_initialization=Hashed.parse(admitted.identities["initialization"]),
+        stop=stop,
+    )
+
+
+def full_adapter(assembly: Assembly, admitted: Admitted, out: Path) -> Adapter:
+    """The completed full run's adapter; refuses one that is unfinished or bound to something else."""
+    from d2lib.train import checkpoint
+
+    path = out / f"{NAME}.pt"
+    found = checkpoint.load(path).identity
+    for name, value in {**admitted.bound, "recipe": admitted.recipe.model_dump(), "run": NAME}.items():
+        if found.get(name) != value:
+            raise Refused(
+                f"the adapter was not trained under this admission: {name} differs",
+                expected=value,
+                found=found.get(name),
+                where=path,
+            )
+    return finished(path, assembly.config).adapter
