@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from data_case import manifest_of, production_rows
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d2lib import plots
@@ -200,6 +200,7 @@ def test_counts_come_from_a_manifest(production: CostInputs) -> None:
         bare.with_rounds({"dev": 0, "heldout_legal": 1, "heldout_general": 1}, "K2 files")
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.fractions(min_value=0, max_value=10**7, max_denominator=5000), st.integers(0, 4))
 def test_rounding_is_half_up_and_exact(value: Fraction, digits: int) -> None:
     found = Fraction(rounded(value, digits).replace(",", ""))
@@ -290,6 +291,7 @@ def test_a_missing_value_is_refused_by_name(path: str, tmp_path: Path) -> None:
         ("[]", "has no inputs"),
         ("run: x", "has no inputs"),
         ("inputs: {}\nrecipe: ACE", "unknown parameter"),
+        ("inputs: {}\nmanifest: x", "unknown parameter"),
         ("inputs: !!python/object/apply:os.getcwd []", "not YAML"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from data_case import GEN_START, LENGTHS, write_dataset, write_trajectory
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_config
 
@@ -44,12 +44,14 @@ def test_a_trajectory_comes_back(live: tuple[Path, Manifest, Path]) -> None:
         assert len(population[request]) < len(anchors)  # the tail is in the file and not in the population
 
 
+@settings(max_examples=50, deadline=None)
 @given(anchor=st.integers(0, 40), rows=st.integers(2, 40), slots=st.integers(1, 9))
 def test_a_round_is_complete_when_all_its_targets_exist(anchor: int, rows: int, slots: int) -> None:
     exists = set(range(rows))
     assert complete(anchor, rows, slots) == all(anchor + 1 + i in exists for i in range(slots))
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=2, max_size=6), st.integers(0, 5), st.tuples(*[st.integers(0, 2)] * 2))
 def test_leading_matches_stop_at_the_first_difference(tokens: list[int], anchor: int, drafts: tuple[int, int]) -> None:
     after = tokens[anchor + 1 :]

@@ -74,7 +74,7 @@ def test_namespace_and_every_digest_change_it() -> None:
     assert len({tuple(sample.rounds["dev"]) for sample in samples}) == 5
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_no_order_shows(random: Any) -> None:
     shuffled: dict[Split, tuple[Hashed, dict[str, list[int]]]] = {}
