@@ -90,7 +90,7 @@ if status == "done":
         record = record_file(path)
         made.append(OutputRecord(label=name, path=name, size=record.size, sha256=str(record.sha256)))
     if phase == "admission":
-        inputs = [record_input("assembly", Path(values["assembly"]), values["assembly"])]
+        inputs = [record_input(name, Path(values[name]), values[name]) for name in ("assembly", "pilot")]
 attempt.folder.mkdir(parents=True)
 data = b"{}"
 digest = str(sha256_bytes(data))
@@ -176,7 +176,7 @@ def make_inputs(folder: Path, namespace: str = "pilot-1") -> dict[str, Path]:
     places = {
         "assembly": folder / "assembly",
         "pilot_source": folder / "pilot" / "repo",
-        "pilot_receipt": folder / "pilot" / "attempt-1" / "receipt.json",
+        "pilot_receipt": folder / "pilot" / "receipt.json",
         "g1": folder / "g1.json",
         "k2_dev": folder / "k2" / "dev.k2_drafts.jsonl",
         "k2_legal": folder / "k2" / "heldout_legal.k2_drafts.jsonl",

@@ -26,7 +26,7 @@ FLAGS = {
     "output": "/nowhere/data/decode-p2-ace-full",
     "assembly": "/opt/dsv41/x86host-data/d2/decode-d2pass2-r1-c2",
     "pilot-source": "/nowhere/pilot/decode-p2-ace/repo",
-    "pilot-receipt": "/nowhere/pilot/decode-p2-ace/attempt-1/receipt.json",
+    "pilot-receipt": "/nowhere/pilot/decode-p2-ace/receipt.json",
     "g1": "/nowhere/g1/dev.json",
     "k2-dev": "/nowhere/g1/dev.k2_drafts.jsonl",
     "k2-legal": "/nowhere/g1/heldout_legal.k2_drafts.jsonl",
@@ -180,6 +180,7 @@ def test_script_quotes_what_a_shell_would_read() -> None:
         ({"output": FLAGS["snapshot"] + "/decode-p2-ace-full"}, "--output lies in --snapshot"),
         ({"snapshot": FLAGS["assembly"] + "/decode-p2-ace-full"}, "--snapshot lies in --assembly"),
         ({"output": FLAGS["pilot-source"] + "/decode-p2-ace-full"}, "--output lies in --pilot-source"),
+        ({"pilot_receipt": "/nowhere/pilot/x.json"}, "--pilot-receipt is no receipt"),
         ({"assembly": "/a\nb"}, "--assembly has a control character"),
     ],
 )
@@ -255,7 +256,7 @@ def test_the_contract_is_the_same_every_time_and_follows_every_flag() -> None:
     assert plan().contract() == plan().contract()
     for name, value in FLAGS.items():
         if name not in ("commit", "snapshot", "output"):
-            assert plan(**{name.replace("-", "_"): value + "x"}).contract() != plan().contract()
+            assert plan(**{name.replace("-", "_"): value.replace("/", "/x", 1)}).contract() != plan().contract()
 
 
 def test_default_profile_is_the_production_hosts() -> None:

@@ -412,6 +412,10 @@ CHANGES = {
         lambda c: (c.inputs["pilot_source"] / "MANIFEST.json").unlink(),
         r"the input --pilot-source is not what was staged.*MANIFEST\.json is missing",
     ),
+    "a pilot's checkpoint": (
+        lambda c: (c.inputs["pilot_receipt"].parent / "fast.pt").write_bytes(b"other"),
+        "the input pilot changed since the admission",
+    ),
     "an input gone": (lambda c: c.inputs["k2_legal"].unlink(), "--k2-legal is missing"),
     "an input's link": (
         lambda c: (c.inputs["g1"].rename(c.folder / "g1.moved"), c.inputs["g1"].symlink_to(c.folder / "g1.moved")),

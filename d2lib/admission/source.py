@@ -44,8 +44,11 @@ NUMERICAL_FILES = (
     "gates/request.py",
     "gates/scoring.py",
     "train/__init__.py",
+    "train/arms.py",
     "train/checkpoint.py",
+    "train/determinism.py",
     "train/loop.py",
+    "train/progress.py",
     "train/recipe.py",
     "train/schedule.py",
 )

@@ -21,7 +21,7 @@ from d2lib.coordinator.receipts import check_output, done_receipt
 from d2lib.errors import ExitStatus, Refused
 from d2lib.evidence.environment import child_environment, library_sha256
 from d2lib.evidence.layout import RECEIPT
-from d2lib.evidence.receipts import record_input
+from d2lib.evidence.receipts import Receipt, record_input
 from d2lib.evidence.run import next_attempt
 from d2lib.files import read_json, sha256_file
 
@@ -117,6 +117,27 @@ def admitted(plan: Plan, inputs: Mapping[str, Any]) -> Admitted:
                 where=path,
                 remedy=again,
             )
+    check_read(plan, receipt, inputs)
+    check_output(plan.paths.output, receipt, ADMITTED)
+    place = plan.paths.output / ADMITTED
+    return Admitted(
+        read_json(place),
+        str(sha256_file(place)),
+        path.relative_to(plan.paths.output).as_posix(),
+        str(sha256_file(path)),
+    )
+
+
+def check_read(plan: Plan, receipt: Receipt, inputs: Mapping[str, Any]) -> None:
+    """Everything that the admission read (the pilot's checkpoints and scores too) still has the bytes that it read.
+
+    Args:
+        receipt: the admission's.
+        inputs: records of the flags' inputs as they are now; what they cover is not hashed twice.
+
+    Raises:
+        Refused: names the input that changed.
+    """
     known = {value["path"]: value["sha256"] for value in inputs.values()}
     for record in receipt.inputs:
         place = plan.paths.output / record.path
@@ -127,13 +148,5 @@ def admitted(plan: Plan, inputs: Mapping[str, Any]) -> Admitted:
                 expected=record.sha256,
                 found=now,
                 where=place,
-                remedy=again,
+                remedy="put it back, or run --check-inputs again and stage anew",
             )
-    check_output(plan.paths.output, receipt, ADMITTED)
-    place = plan.paths.output / ADMITTED
-    return Admitted(
-        read_json(place),
-        str(sha256_file(place)),
-        path.relative_to(plan.paths.output).as_posix(),
-        str(sha256_file(path)),
-    )

@@ -18,6 +18,7 @@ import yaml
 
 from d2lib.coordinator.profile import Job, Profile
 from d2lib.errors import Refused
+from d2lib.evidence.layout import RECEIPT
 
 Phase = Literal["stage", "full-train", "full-g2", "finish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -79,6 +80,8 @@ class Paths:
         for name in ("source", "snapshot", "output", *INPUTS):
             if any(ord(character) < 32 or ord(character) == 127 for character in str(getattr(self, name))):
                 raise Refused(f"--{name.replace('_', '-')} has a control character", found=repr(getattr(self, name)))
+        if self.pilot_receipt.name != RECEIPT:
+            raise Refused("--pilot-receipt is no receipt", expected=f"a file named {RECEIPT}", found=self.pilot_receipt)
         name = self.output.name
         if self.snapshot.name != name or not name.endswith(SUFFIX) or name == SUFFIX:
             raise Refused(
@@ -306,7 +309,7 @@ def job_parameters(plan: Plan, job: Job | Literal["admission"], *, resume: bool 
         return run | {
             "assembly": str(paths.assembly),
             "g1": str(paths.g1),
-            "pilot": str(paths.pilot_receipt.parent.parent),
+            "pilot": str(paths.pilot_receipt.parent),
         }
     spec = JOBS[job]
     shared = run | {"admission": ADMITTED, "output": "."}

@@ -33,15 +33,15 @@ def record_inputs(places: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def check_inputs_unchanged(staged: Mapping[str, Any], places: Mapping[str, Path]) -> None:
-    """Every input has the bytes with which the run was staged.
+def check_inputs_unchanged(staged: Mapping[str, Any], places: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """Every input has the bytes with which the run was staged; returns their records.
 
     Raises:
         Refused: names the first file that differs, and how.
     """
     now = record_inputs(places)
     if canonical_json(now) == canonical_json(dict(staged)):
-        return
+        return now
     for label in sorted(now.keys() | staged.keys()):
         if label not in now or label not in staged:
             raise Refused("the staged inputs are other ones", expected=sorted(staged), found=sorted(now))
@@ -54,6 +54,7 @@ def check_inputs_unchanged(staged: Mapping[str, Any], places: Mapping[str, Path]
                 where=places[label],
                 remedy="put the file back; another input is another run with its own pilot",
             )
+    return now
 
 
 def _difference(before: InputRecord, after: InputRecord) -> str:

@@ -120,14 +120,13 @@ def wait_for(condition: Callable[[], Any], what: str, patience: float = PATIENCE
 
 def find_inputs(pilot: Path) -> dict[str, Path]:
     """The coordinator's inputs in a run root of the chain (capture, g1, pilot); raises Refused when one is missing."""
-    found = done_receipt(pilot, "pilot")
-    if found is None:
+    if done_receipt(pilot, "pilot") is None:
         raise Refused("the run has no pilot", expected="a receipt of pilot with status done", where=pilot)
     k2 = pilot / "assembly" / "k2"
     places = {
         "assembly": pilot / "assembly",
-        "pilot_source": pilot / "pilot" / "source",
-        "pilot_receipt": found[0],
+        "pilot_source": pilot / "pilot" / "repo",
+        "pilot_receipt": pilot / "pilot" / "receipt.json",
         "g1": pilot / "g1" / "g1.json",
         "k2_dev": k2 / "dev.k2_drafts.jsonl",
         "k2_legal": k2 / "heldout_legal.k2_drafts.jsonl",

@@ -17,7 +17,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from d2lib.coordinator.admit import admitted, check_namespace
+from d2lib.coordinator.admit import admitted, check_namespace, check_read
 from d2lib.coordinator.contract import ADMITTED, Plan
 from d2lib.coordinator.inputs import check_inputs_unchanged, record_inputs
 from d2lib.coordinator.source import (
@@ -31,6 +31,7 @@ from d2lib.coordinator.source import (
 )
 from d2lib.errors import Refused
 from d2lib.evidence.environment import library_folder
+from d2lib.evidence.receipts import read_receipt
 from d2lib.files import (
     canonical_json,
     fsync_folder,
@@ -135,7 +136,7 @@ def revalidate(plan: Plan) -> dict[str, Any]:
     tree = reviewed_tree(plan)
     check_folder(tree, plan.repo, what="the snapshot's source")
     _check_staged_files(tree, staged, plan)
-    check_inputs_unchanged(staged["inputs"], plan.paths.inputs)
+    inputs = check_inputs_unchanged(staged["inputs"], plan.paths.inputs)
     for what, name, expected in (
         ("admitted.json", ADMITTED, staged["admitted"]["sha256"]),
         ("the admission's receipt", staged["admitted"]["receipt"], staged["admitted"]["receipt_sha256"]),
@@ -143,6 +144,7 @@ def revalidate(plan: Plan) -> dict[str, Any]:
         found = str(sha256_file(plan.paths.output / name))
         if found != expected:
             raise Refused(f"{what} is not what was staged", expected=expected, found=found, where=name)
+    check_read(plan, read_receipt(plan.paths.output / staged["admitted"]["receipt"]), inputs)
     return staged
 
 

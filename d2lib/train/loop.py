@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import sys
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from d2lib.drafter.batch import BlockBatch
-from d2lib.drafter.batched import BatchedReference
 from d2lib.drafter.config import DrafterConfig
-from d2lib.drafter.fast import FastDrafter
-from d2lib.drafter.head_loss import HeadLoss, fused_head_loss
+from d2lib.drafter.head_loss import HeadLoss
 from d2lib.drafter.lora import Adapter, adapter_rank, initialization_sha256, initialize_adapter
-from d2lib.drafter.objectives import OBJECTIVES
 from d2lib.errors import Interrupted, Refused, Unexpected
-from d2lib.files import Hashed
+from d2lib.files import Hashed, sha256_bytes
 from d2lib.train import checkpoint
+from d2lib.train.arms import ARMS, Backend, Precision
+from d2lib.train.determinism import reproducible
+from d2lib.train.progress import Progress
 from d2lib.train.recipe import Recipe
-from d2lib.train.schedule import learning_rate, total_updates
+from d2lib.train.schedule import blocks_presented, learning_rate, total_updates, updates_per_epoch
 
-METRICS = ("loss_sum", "blocks", "lr", "grad_norm", "accepted")
-"""Per update: loss summed over blocks, blocks, rate, gradient norm before clipping, expected accepted draft tokens
-summed over blocks. Sums and counts, so that any mean of them is exact."""
+COLUMNS = ("loss_sum", "blocks", "lr", "grad_norm", "accepted")
+"""Metrics, one number an update: loss summed over blocks, blocks, rate, gradient norm before clipping, expected
+accepted draft tokens (Σ_k Π_{i≤k} α_i, bonus excluded) summed over blocks."""
 
-LOG_SECONDS = 30.0
+SLOT_COLUMNS = ("kl", "tv", "ce", "count")
+"""Metrics, K numbers an update: sums over the valid slots, and how many those were. Sums and counts throughout, so that
+any mean over them is exact."""
 
 
 class Blocks(Protocol):
@@ -39,12 +40,6 @@ class Blocks(Protocol):
     def __len__(self) -> int: ...
     def batch(self, indices: Tensor) -> BlockBatch: ...
     def epoch_order(self, seed: int, epoch: int) -> Tensor: ...
-
-
-class Arm(Protocol):
-    """One way to compute a batch's loss."""
-
-    def loss(self, batch: BlockBatch) -> HeadLoss: ...
 
 
 @dataclass(frozen=True)
@@ -60,48 +55,6 @@ class TrainResult:
     initialization: Hashed
 
 
-class ReferenceArm:
-    """REF as a training path: the reference's own forward pass (in its batched form, with the same bits)."""
-
-    def __init__(self, config: DrafterConfig, weights: Mapping[str, Tensor], adapter: Adapter, objective: str) -> None:
-        self.drafter = BatchedReference(config, weights, adapter)
-        self.objective = OBJECTIVES[objective]
-
-    def loss(self, batch: BlockBatch) -> HeadLoss:
-        """The loss from the reference's hidden states; head and loss are the same piece for both arms."""
-        reference = self.drafter.reference
-        hidden = torch.cat([part for _, part in self.drafter.hidden_parts(batch)])
-        return fused_head_loss(
-            reference._norm(hidden, f"{reference.last}.norm"),
-            reference.weights["head.weight"],
-            reference._markov_embed(batch.previous),
-            reference.weights[f"{reference.last}.markov_head.head.weight"],
-            batch.teacher_hidden[batch.teacher],
-            batch.target,
-            batch.valid,
-            self.objective,
-        )
-
-
-class FastArm:
-    """FAST as a training path."""
-
-    def __init__(
-        self,
-        config: DrafterConfig,
-        weights: Mapping[str, Tensor],
-        adapter: Adapter,
-        objective: str,
-        compute_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self.drafter = FastDrafter(config, weights, adapter, compute_dtype)
-        self.objective = OBJECTIVES[objective]
-
-    def loss(self, batch: BlockBatch) -> HeadLoss:
-        """The batch's loss."""
-        return self.drafter.loss(batch, self.objective)
-
-
 def train(
     blocks: Blocks,
     config: DrafterConfig,
@@ -111,9 +64,10 @@ def train(
     *,
     name: str,
     identity: Mapping[str, Any],
-    backend: Literal["fast", "ref"] = "fast",
-    precision: Literal["fp32", "bf16"] = "fp32",
+    backend: Backend = "fast",
+    precision: Precision = "fp32",
     device: str = "cpu",
+    threads: int | None = None,
     resume: bool = False,
     save_every: float = 300.0,
     limit_updates: int | None = None,
@@ -122,7 +76,7 @@ def train(
     clock: Callable[[], float] = time.monotonic,
     progress: bool = True,
 ) -> TrainResult:
-    """Train a fresh adapter, or go on from the last checkpoint of this very run.
+    """Train a fresh adapter, or go on from the last checkpoint of this very run, with the same bits either way.
 
     Args:
         blocks: the training split.
@@ -130,21 +84,22 @@ def train(
         recipe: what an admitted pilot qualified.
         out: folder; gets NAME.pt and NAME.checkpoints/step-NNNNNNNNN.pt.
         name: of the run, `full-fast` for full training.
-        identity: what a checkpoint is bound to (run, data, base weights, pilot …); recipe, backend, precision, device,
-            threads, total and initialization are added here.
+        identity: what a checkpoint is bound to (data, base weights, pilot …); the run's name, recipe, backend,
+            precision, device, threads, torch's version, blocks, total and initialization are added here.
+        threads: of torch while this runs; None leaves them. Bits depend on them.
+        resume: go on from the last checkpoint where there is one.
         limit_updates: a pilot's number of updates; the schedule ends there.
         expected_initialization: the pilot's initialization hash; another one is refused.
         save_every: seconds between checkpoints.
         stop: asked after every update; when it says yes the boundary is saved and Interrupted raised.
+        clock: monotonic seconds.
 
     Raises:
-        Refused: the run is complete, or exists and `resume` is not set, or a checkpoint is of another run.
+        Refused: the run is complete, or exists and `resume` is not set, or a checkpoint is damaged or of another run.
         Interrupted: stopped on request; names the boundary.
-        Unexpected: a loss or gradient that is not finite; nothing is saved.
+        Unexpected: a loss or gradient that is not finite; nothing is saved, the boundary before stays.
     """
-    final, folder = out / f"{name}.pt", out / f"{name}.checkpoints"
-    if final.exists():
-        raise Refused(f"{name} is complete and is never run again", where=final)
+    recipe = Recipe.model_validate(recipe.model_dump())  # a copy with other values would not have been validated
     adapter = initialize_adapter(config, recipe.rank, recipe.seed)
     initialization = initialization_sha256(adapter)
     if expected_initialization is not None and initialization != expected_initialization:
@@ -154,131 +109,215 @@ def train(
     total = total_updates(len(blocks), recipe)
     if limit_updates is not None:
         total = min(total, limit_updates)
-    bound = dict(identity) | {
-        "run": name,
-        "recipe": recipe.model_dump(),
-        "backend": backend,
-        "precision": precision,
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "blocks": len(blocks),
-        "total": total,
-        "initialization": str(initialization),
-    }
-    latest = checkpoint.latest(folder)
-    if latest is not None and not resume:
-        raise Refused(f"{name} was begun before", where=latest, remedy="resume it")
-    folder.mkdir(parents=True, exist_ok=True)
-    checkpoint.clean(folder)
-
-    leaves = {key: tensor.to(device).requires_grad_() for key, tensor in adapter.items()}
-    optimizer = torch.optim.AdamW(
-        leaves.values(),
-        lr=recipe.lr,
-        betas=(recipe.beta1, recipe.beta2),
-        eps=recipe.eps,
-        weight_decay=recipe.weight_decay,
-    )
-    columns: dict[str, list[float]] = {column: [] for column in METRICS}
-    update, spent = 0, 0.0
-    torch.manual_seed(recipe.seed)
-    if latest is not None:
-        state = checkpoint.load(latest, bound)
-        update, spent = state.update, state.seconds
-        with torch.no_grad():
-            for key, leaf in leaves.items():
-                leaf.copy_(state.adapter[key])
-        optimizer.load_state_dict(dict(state.optimizer))
-        torch.set_rng_state(state.rng)
-        columns = {column: state.metrics[column].tolist() for column in METRICS}
-    base = {key: tensor.to(device) for key, tensor in weights.items()}
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    arm: Arm = (
-        FastArm(config, base, leaves, recipe.objective, dtype)
-        if backend == "fast"
-        else ReferenceArm(config, base, leaves, recipe.objective)
-    )
-
-    def state_now(complete: bool) -> checkpoint.State:
-        return checkpoint.State(
-            identity=bound,
-            update=update,
-            total=total,
-            adapter={key: leaf.detach().cpu().clone() for key, leaf in leaves.items()},
-            optimizer=optimizer.state_dict(),
-            rng=torch.get_rng_state(),
-            metrics={column: torch.tensor(values, dtype=torch.float64) for column, values in columns.items()},
-            complete=complete,
-            seconds=spent + clock() - began,
+    final = out / f"{name}.pt"
+    with reproducible(device, threads, recipe.seed), checkpoint.exclusive(out, name) as folder:
+        if final.exists():
+            raise Refused(f"{name} is complete and is never run again", where=final)
+        run = _Run(blocks, config, adapter, recipe, total, device, clock)
+        run.identity = dict(identity) | {
+            "run": name,
+            "recipe": recipe.model_dump(),
+            "backend": backend,
+            "precision": precision,
+            "device": device,
+            "threads": torch.get_num_threads(),
+            "torch": str(torch.__version__),
+            "blocks": len(blocks),
+            "total": total,
+            "initialization": str(initialization),
+        }
+        last = checkpoint.latest(folder)
+        if last is not None:
+            if not resume:
+                raise Refused(f"{name} was begun before", where=last, remedy="resume it")
+            run.restore(checkpoint.load(last, run.identity), last)
+        arm = ARMS[backend](
+            config, {key: tensor.to(device) for key, tensor in weights.items()}, run.leaves, recipe, precision
         )
-
-    per_epoch = -(-len(blocks) // recipe.batch)
-    began = last_save = last_log = clock()
-    first, order, order_epoch = update, torch.empty(0), -1
-    with tqdm(total=total, initial=update, desc=name, unit="update", disable=None if progress else True) as bar:
-        while update < total:
-            epoch, place = divmod(update, per_epoch)
-            if epoch != order_epoch:
-                order, order_epoch = blocks.epoch_order(recipe.seed, epoch), epoch
-            indices = order[place * recipe.batch : (place + 1) * recipe.batch]
-            rate = learning_rate(update, total, recipe)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            head = arm.loss(blocks.batch(indices).to(device))
-            optimizer.zero_grad(set_to_none=True)
-            head.loss.backward()  # type: ignore[no-untyped-call]
-            norm = float(torch.nn.utils.clip_grad_norm_(list(leaves.values()), recipe.clip))
-            if not (abs(head.loss_sum) < float("inf") and norm < float("inf")):
-                raise Unexpected(
-                    "training met a number that is not finite",
-                    expected="a finite loss and gradient",
-                    found=f"loss {head.loss_sum / head.blocks}, gradient norm {norm}",
-                    where=f"update {update}, blocks {indices[:8].tolist()} …",
-                )
-            optimizer.step()
-            update += 1
-            for column, value in zip(
-                METRICS, (head.loss_sum, float(head.blocks), rate, norm, head.accepted), strict=True
-            ):
-                columns[column].append(value)
-            bar.update()
-            now = clock()
-            if now - last_log >= LOG_SECONDS or update == total:
-                last_log = now
-                pace = (now - began) / (update - first)
-                print(
-                    f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {name} update {update}/{total} "
-                    f"loss {head.loss_sum / head.blocks:.4f} lr {rate:.2e} {pace:.3f} s/update "
-                    f"{pace * (total - update):.0f} s left",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            stopping = update < total and stop()
-            if update < total and (stopping or now - last_save >= save_every):
-                checkpoint.save(checkpoint.step_path(folder, update), state_now(False))
-                last_save = now
-            if stopping:
-                raise Interrupted(
-                    f"{name} stopped at update {update} of {total}",
-                    where=checkpoint.step_path(folder, update),
-                    remedy="resume the same job",
-                )
-    checkpoint.save(final, state_now(True))
+        saved = clock()
+        with Progress(name, run.update, total, clock, shown=progress) as shown:
+            while run.update < total:
+                measured, rate = run.step(arm.accumulate, last)
+                shown.advance(measured.loss_sum, measured.blocks, rate)
+                if run.update == total:
+                    break
+                stopping = stop()
+                if stopping or clock() - saved >= save_every:
+                    last = checkpoint.step_path(folder, run.update)
+                    checkpoint.save(last, run.state())
+                    saved = clock()
+                if stopping:
+                    raise Interrupted(
+                        f"{name} stopped at update {run.update} of {total}", where=last, remedy="resume the same job"
+                    )
+        checkpoint.save(final, run.state())
     return finished(final, config)
 
 
-def finished(path: Path, config: DrafterConfig) -> TrainResult:
-    """The result of a completed run, from its final file; an unfinished checkpoint is refused."""
+def finished(path: Path, config: DrafterConfig, bound: Mapping[str, Any] | None = None) -> TrainResult:
+    """The result of a completed run, from its final file.
+
+    Args:
+        path: NAME.pt.
+        config: the drafter's.
+        bound: fields that the run's identity must have, with these values.
+
+    Raises:
+        Refused: missing, damaged, unfinished, or of another run.
+    """
     state = checkpoint.load(path)
-    if not state.complete or state.update != state.total:
+    if not state.complete:
         raise Refused("the run is not complete", expected=f"{state.total} updates", found=state.update, where=path)
-    adapter_rank(state.adapter, config, where=path)
+    if bound is not None:
+        checkpoint.refuse_other(bound, {name: state.identity.get(name) for name in bound}, path)
+    recipe = Recipe.model_validate(state.identity["recipe"])
+    expected = blocks_presented(state.total, state.identity["blocks"], recipe)
+    if (state.total, state.position.presented) != (state.identity["total"], expected):
+        raise Refused(
+            "the run presented other blocks than its recipe says",
+            expected=f"{expected} blocks in {state.identity['total']} updates",
+            found=f"{state.position.presented} in {state.total}",
+            where=path,
+        )
+    rank = adapter_rank(state.adapter, config, where=path)
+    if rank != recipe.rank:
+        raise Refused("the adapter has another rank than its recipe", expected=recipe.rank, found=rank, where=path)
     return TrainResult(
         adapter=dict(state.adapter),
         path=path,
         updates=state.update,
         seconds=state.seconds,
-        seconds_per_update=state.seconds / state.update if state.update else 0.0,
+        seconds_per_update=state.seconds / state.update,
         metrics=state.metrics,
         initialization=Hashed.parse(state.identity["initialization"]),
     )
+
+
+class _Run:
+    """What changes from update to update, and how it goes into a checkpoint and comes out of one."""
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        config: DrafterConfig,
+        adapter: Adapter,
+        recipe: Recipe,
+        total: int,
+        device: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self.blocks, self.recipe, self.total, self.device = blocks, recipe, total, torch.device(device)
+        self.leaves: Adapter = {}
+        for key in sorted(adapter):
+            leaf = adapter[key].to(device, copy=True).requires_grad_()
+            leaf.grad = torch.zeros_like(leaf)
+            self.leaves[key] = leaf
+        self.optimizer = torch.optim.AdamW(
+            self.leaves.values(),
+            lr=recipe.lr,
+            betas=(recipe.beta1, recipe.beta2),
+            eps=recipe.eps,
+            weight_decay=recipe.weight_decay,
+            foreach=self.device.type != "cpu",
+            fused=False,
+        )
+        self.metrics = {column: torch.zeros(total, dtype=torch.float64) for column in COLUMNS}
+        self.metrics |= {c: torch.zeros(total, config.block_size, dtype=torch.float64) for c in SLOT_COLUMNS}
+        self.identity: Mapping[str, Any] = {}
+        self.update = 0
+        self._order: tuple[int, Tensor] = (-1, torch.empty(0, dtype=torch.int64))
+        self._clock, self._began, self._spent = clock, clock(), 0.0
+
+    def step(self, accumulate: Callable[[BlockBatch], HeadLoss], last: Path | None) -> tuple[HeadLoss, float]:
+        """Make one update; returns what it measured and the rate it was made with.
+
+        Raises Unexpected, with the adapter as it was, when the loss or the gradient is not finite.
+        """
+        epoch, place = divmod(self.update, updates_per_epoch(len(self.blocks), self.recipe))
+        indices = self.order(epoch)[place * self.recipe.batch : (place + 1) * self.recipe.batch]
+        rate = learning_rate(self.update, self.total, self.recipe)
+        self.optimizer.zero_grad(set_to_none=False)  # every tensor takes part in every update
+        measured = accumulate(self.blocks.batch(indices).to(self.device))
+        norm = float(torch.nn.utils.clip_grad_norm_(list(self.leaves.values()), self.recipe.clip))
+        if not (math.isfinite(measured.loss_sum) and math.isfinite(norm)):
+            raise Unexpected(
+                "training met a number that is not finite",
+                expected="a finite loss and gradient",
+                found=f"loss {measured.loss_sum / measured.blocks}, gradient norm {norm}",
+                where=f"update {self.update}, epoch {epoch}, blocks {indices.tolist()}",
+                remedy="nothing was saved"
+                + ("" if last is None else f"; the boundary before is {last.name}")
+                + "; look at these blocks' rows",
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        for column, value in zip(
+            COLUMNS, (measured.loss_sum, measured.blocks, rate, norm, measured.accepted), strict=True
+        ):
+            self.metrics[column][self.update] = value
+        for column in SLOT_COLUMNS:
+            self.metrics[column][self.update] = getattr(measured, column).detach().cpu()
+        self.update += 1
+        return measured, rate
+
+    def order(self, epoch: int) -> Tensor:
+        """The epoch's permutation."""
+        if self._order[0] != epoch:
+            self._order = epoch, self.blocks.epoch_order(self.recipe.seed, epoch)
+        return self._order[1]
+
+    def position(self) -> checkpoint.Position:
+        """Where the run stands, from the update alone."""
+        epoch, place = divmod(self.update, updates_per_epoch(len(self.blocks), self.recipe))
+        return checkpoint.Position(
+            update=self.update,
+            total=self.total,
+            epoch=epoch,
+            place=place,
+            presented=blocks_presented(self.update, len(self.blocks), self.recipe),
+            order=str(sha256_bytes(self.order(epoch).numpy().tobytes())),
+            lr=learning_rate(self.update - 1, self.total, self.recipe) if self.update else 0.0,
+        )
+
+    def state(self) -> checkpoint.State:
+        """The run as it stands."""
+        rng = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self.device)
+        return checkpoint.State(
+            identity=self.identity,
+            position=self.position(),
+            adapter=self.leaves,
+            moments={
+                f"{key}.{moment}": self.optimizer.state[leaf][moment]
+                for key, leaf in self.leaves.items()
+                for moment in checkpoint.MOMENTS
+            },
+            rng=rng,
+            metrics={column: values[: self.update] for column, values in self.metrics.items()},
+            complete=self.update == self.total,
+            seconds=self._spent + self._clock() - self._began,
+        )
+
+    @torch.no_grad()
+    def restore(self, state: checkpoint.State, where: Path) -> None:
+        """Go on from a checkpoint whose identity is this run's."""
+        shapes = {key: leaf.shape for key, leaf in self.leaves.items()}
+        if {key: tensor.shape for key, tensor in state.adapter.items()} != shapes:
+            raise Refused("the checkpoint holds another adapter", expected=shapes, where=where)
+        if state.metrics.keys() != self.metrics.keys():
+            raise Refused("the checkpoint holds other metrics", expected=list(self.metrics), where=where)
+        self.update, self._spent = state.update, state.seconds
+        checkpoint.refuse_other(self.position().model_dump(), state.position.model_dump(), where)
+        for key, leaf in self.leaves.items():
+            leaf.copy_(state.adapter[key])
+            self.optimizer.state[leaf] = {
+                "step": torch.tensor(float(state.update)),
+                **{m: state.moments[f"{key}.{m}"].to(leaf.device, copy=True) for m in checkpoint.MOMENTS},
+            }
+        for column, values in self.metrics.items():
+            values[: self.update] = state.metrics[column]
+        torch.set_rng_state(state.rng["cpu"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state.rng["cuda"], self.device)
