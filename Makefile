@@ -23,8 +23,9 @@ demo: install
 demo-null: install
 	$(BIN)/d2 chain params/demo-null
 
+# Too small to pass: a verdict of FAIL (1) is what it ends in, anything above is an error.
 fixture: install
-	$(BIN)/d2 chain params/fixture
+	$(BIN)/d2 chain params/fixture || [ $$? -eq 1 ]
 
 lint: install
 	$(BIN)/ruff check .

@@ -89,7 +89,7 @@ def test_two_phases_with_plain_papermill_and_the_short_form_make_a_run_that_veri
     assert code == 0, err
     made = receipt()
     assert (made.status, made.verdict, made.exit_status, made.cells.ran) == ("done", None, 0, 7)
-    assert made.parameters == {**COST, "pilot": None, "manifest": None}
+    assert made.parameters == {**COST, "pilot": None, "assembly": None}
     assert made.result is not None
     assert made.result["root"] == str(workplace / "runs/demo")
     assert "A_SECRET" not in made.result["seen"]
@@ -196,7 +196,7 @@ def test_the_library_or_the_source_changing_while_a_phase_runs_fails_it(workplac
     [
         (
             ["-p", "colour", "blue"],
-            "an unknown parameter; expected: one of run, inputs, pilot, manifest; found: colour",
+            "an unknown parameter; expected: one of run, inputs, pilot, assembly; found: colour",
         ),
         (["-p", "pilot", "7e1234567"], "the parameter pilot is not a plain value"),
         (["-p", "pilot", "007"], "the parameter pilot is wrong; expected: Input should be a valid string; found: 7"),

@@ -32,7 +32,7 @@ class Arm(Protocol):
     """One way to compute a batch's loss and its gradient."""
 
     def accumulate(self, batch: BlockBatch) -> HeadLoss:
-        """Add the gradient of the batch's loss, a mean over blocks, to the adapter's `.grad`; returns the measurement."""
+        """Add the gradient of the batch's loss (a mean over blocks) to the adapter's `.grad`; returns what it saw."""
 
 
 class FastArm:
