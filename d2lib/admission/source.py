@@ -48,7 +48,6 @@ NUMERICAL_FILES = (
     "train/checkpoint.py",
     "train/determinism.py",
     "train/loop.py",
-    "train/progress.py",
     "train/recipe.py",
     "train/schedule.py",
 )

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from d2lib.errors import Refused
 from d2lib.evidence.receipts import InputRecord, record_input
 from d2lib.files import canonical_json
+from d2lib.progress import bar
 
 _BAR_FROM = 1 << 28
 
@@ -79,5 +78,5 @@ def _size(path: Path) -> int:
 
 @contextmanager
 def _bar(total: int) -> Iterator[Any]:
-    with tqdm(total=total, unit="B", unit_scale=True, desc="hashing inputs", disable=total < _BAR_FROM) as bar:
-        yield bar
+    with bar(total, "hashing inputs", "B", shown=total >= _BAR_FROM, unit_scale=True) as shown:
+        yield shown

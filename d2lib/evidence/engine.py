@@ -36,6 +36,7 @@ from d2lib.evidence.phase import CONTEXT, Context, validate_parameters
 from d2lib.evidence.receipts import NotebookRecord, Opening, Receipt, now, to_bytes
 from d2lib.evidence.seal import Outcome, judge, publish_receipt, save_notebook, seal_abandoned
 from d2lib.files import Record, canonical_json, sha256_bytes, sha256_file, write_exclusive
+from d2lib.progress import TERMINAL
 
 if TYPE_CHECKING:
     from d2lib.evidence.kernel import Progress, Stop
@@ -296,7 +297,8 @@ def run_cells(nb: Any, attempt: Attempt, opening: Opening, stop: Stop, options: 
         library=str(library_folder()),
         parameters_sha256=opening.parameters_sha256,
     )
-    environment = child_environment({CONTEXT: context.model_dump_json()})
+    terminal = {TERMINAL: "1"} if sys.stderr.isatty() else {}
+    environment = child_environment({CONTEXT: context.model_dump_json()} | terminal)
     path = library_path(environment.get("PYTHONPATH"))
     if path is not None:
         environment["PYTHONPATH"] = path

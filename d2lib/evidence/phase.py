@@ -23,7 +23,6 @@ from typing import Any, Generic, TypeVar
 
 import psutil
 from pydantic import ValidationError
-from tqdm import tqdm
 
 from d2lib.errors import D2Error, Interrupted, Refused
 from d2lib.evidence.environment import library_folder
@@ -31,6 +30,7 @@ from d2lib.evidence.layout import FINAL_NAMES, JOURNAL, LEDGER, LOCK, RECEIPT, R
 from d2lib.evidence.ledger import read_ledger
 from d2lib.evidence.receipts import InputRecord, Receipt, Verdict, read_receipt, record_input
 from d2lib.files import Record, canonical_json, inside, sha256_bytes
+from d2lib.progress import bar
 
 CONTEXT = "D2_PHASE_CONTEXT"
 _BAR_FROM = 256 << 20
@@ -341,10 +341,10 @@ def _bar(path: Path) -> Iterator[Callable[[int], None] | None]:
     if total < _BAR_FROM:
         yield None
         return
-    with tqdm(total=total, unit="B", unit_scale=True, desc=f"hashing {path.name}") as bar:
+    with bar(total, f"hashing {path.name}", "B", unit_scale=True) as shown:
 
         def step(size: int) -> None:
-            bar.update(size)
+            shown.update(size)
 
         yield step
 

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from tqdm import tqdm
-
 from d2lib.errors import Refused
 from d2lib.evidence import notebook as notebooks
 from d2lib.evidence.layout import FINAL_NAMES, JOURNAL, LEDGER, LOCK, NOTEBOOK, OPENING, RECEIPT, SIGNATURE
@@ -23,6 +21,7 @@ from d2lib.evidence.receipts import Receipt, files_of, hash_prefixes, parse_rece
 from d2lib.evidence.report import Report, Row, State
 from d2lib.evidence.sign import Policy, check_envelope
 from d2lib.files import canonical_json, sha256_bytes
+from d2lib.progress import bar
 
 
 @dataclass(frozen=True)
@@ -287,12 +286,12 @@ def _check_files(run: _Run, progress: bool) -> int:
     outside = [name for name in sorted(run.claims) if os.path.isabs(name)]
     total = sum(run.tree[name].st_size for name in inside if name in run.tree)
     read = 0
-    with tqdm(total=total, unit="B", unit_scale=True, desc="verifying", disable=not progress) as bar:
+    with bar(total, "verifying", "B", shown=progress, unit_scale=True) as shown:
 
         def step(size: int) -> None:
             nonlocal read
             read += size
-            bar.update(size)
+            shown.update(size)
 
         for name in inside:
             if name in run.tree:

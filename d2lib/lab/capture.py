@@ -19,7 +19,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 from pydantic import Field, model_validator
-from tqdm import tqdm
 
 from d2lib.data.blocks import D2Blocks
 from d2lib.data.k2 import K2File, K2Header, K2Round, write_k2
@@ -37,6 +36,7 @@ from d2lib.lab.replay import canonical_rows
 from d2lib.lab.sampling import derive_seed, sample
 from d2lib.lab.target import Target, TargetConfig, load_target
 from d2lib.lab.training import TargetTraining, train_target
+from d2lib.progress import bar as progress_bar
 
 LIVE: tuple[Split, ...] = ("dev", "heldout_legal", "heldout_general")
 """The splits that the live drafter decodes."""
@@ -96,12 +96,12 @@ class _Capture:
     losses: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
-    def step(self, name: str, total: int, unit: str) -> Iterator[tqdm[Any]]:
+    def step(self, name: str, total: int, unit: str) -> Iterator[Any]:
         """A bar for one step, whose seconds are kept; no step starts after a request to stop."""
         if self.stop():
             raise Interrupted("capture was stopped", where=name, remedy="run the phase again: it goes on from here")
         began = time.monotonic()
-        with tqdm(total=total, desc=name, unit=unit, disable=not self.progress) as bar:
+        with progress_bar(total, name, unit, shown=self.progress) as bar:
             yield bar
         self.seconds[name] = time.monotonic() - began
 
@@ -338,10 +338,10 @@ def _mean_accepted(rounds: list[K2Round]) -> float:
     return sum(found.accepted for found in rounds) / len(rounds)
 
 
-def _show(work: _Capture, name: str, bar: tqdm[Any]) -> Callable[[int, float], None]:
+def _show(work: _Capture, name: str, bar: Any) -> Callable[[int, float], None]:
     def show(steps: int, loss: float) -> None:
         bar.update(steps)
-        bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+        bar.set_postfix_str(f"loss={loss:.3f}", refresh=False)
         work.losses[name] = round(loss, 4)
 
     return show

@@ -18,10 +18,10 @@ from d2lib.drafter.head_loss import HeadLoss
 from d2lib.drafter.lora import Adapter, adapter_rank, initialization_sha256, initialize_adapter
 from d2lib.errors import Interrupted, Refused, Unexpected
 from d2lib.files import Hashed, sha256_bytes
+from d2lib.progress import bar
 from d2lib.train import checkpoint
 from d2lib.train.arms import ARMS, Backend, Precision
 from d2lib.train.determinism import reproducible
-from d2lib.train.progress import Progress
 from d2lib.train.recipe import Recipe
 from d2lib.train.schedule import blocks_presented, learning_rate, total_updates, updates_per_epoch
 
@@ -135,10 +135,11 @@ def train(
             config, {key: tensor.to(device) for key, tensor in weights.items()}, run.leaves, recipe, precision
         )
         saved = clock()
-        with Progress(name, run.update, total, clock, shown=progress) as shown:
+        with bar(total, name, "update", shown=progress, initial=run.update) as shown:
             while run.update < total:
                 measured, rate = run.step(arm.accumulate, last)
-                shown.advance(measured.loss_sum, measured.blocks, rate)
+                shown.set_postfix_str(f"loss={measured.loss_sum / measured.blocks:.5f} lr={rate:.2e}", refresh=False)
+                shown.update()
                 if run.update == total:
                     break
                 stopping = stop()
