@@ -39,11 +39,43 @@ def _chain(options: argparse.Namespace) -> ExitStatus:
 
 
 def _verify(options: argparse.Namespace) -> ExitStatus:
+    from d2lib.evidence.sign import read_policy
     from d2lib.evidence.verify import verify
 
-    report = verify(options.path, progress=sys.stderr.isatty())
+    policy = None if options.policy is None else read_policy(options.policy)
+    report = verify(options.path, progress=sys.stderr.isatty(), policy=policy)
     print(json.dumps(report.as_dict(), indent=1) if options.json else report.render_text())
     return ExitStatus.DONE if report.holds else ExitStatus.REFUSED
+
+
+def _status(options: argparse.Namespace) -> ExitStatus:
+    from d2lib.evidence.status import as_dicts, render_text, status
+
+    rows = status(options.runs, params=options.params, notebooks=options.notebooks)
+    print(json.dumps(as_dicts(rows), indent=1) if options.json else render_text(rows))
+    return ExitStatus.DONE
+
+
+def _keygen(options: argparse.Namespace) -> ExitStatus:
+    from d2lib.evidence.sign import make_key
+
+    key = make_key(options.private, options.public)
+    print(f"key {key.keyid}\nprivate {options.private} (keep it outside of every run and repository)")
+    print(f"public  {options.public} (a policy lists it)")
+    return ExitStatus.DONE
+
+
+def _sign(options: argparse.Namespace) -> ExitStatus:
+    from d2lib.evidence.sign import sign_receipt
+
+    print(sign_receipt(options.attempt, options.key))
+    return ExitStatus.DONE
+
+
+def _drill(options: argparse.Namespace) -> ExitStatus:
+    from d2lib.coordinator.drill import drill
+
+    return drill(options.run)
 
 
 def _cost_sheet(options: argparse.Namespace) -> ExitStatus:
@@ -106,6 +138,16 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("path", type=Path, help="a run root, e.g. runs/demo")
     verify.add_argument("--json", action="store_true", help="print data instead of a table")
 
+    verify.add_argument("--policy", type=Path, help="YAML: which phases must be signed, and by whose keys")
+
+    status = add(
+        "status", _status, "what ran, what runs, what may come next with its command, and why the rest may not"
+    )
+    status.add_argument("runs", type=Path, nargs="?", default=Path("runs"), help="a folder of runs, or one run")
+    status.add_argument("--params", type=Path, default=Path("params"), help="folder of profiles")
+    status.add_argument("--notebooks", type=Path, default=Path("notebooks"), help="where the phase notebooks are")
+    status.add_argument("--json", action="store_true", help="print data instead of text")
+
     cost = add("cost-sheet", _cost_sheet, "print the cost and scope sheet")
     cost.add_argument("-f", "--file", type=Path, required=True, help="e.g. params/dsv41/cost_sheet.yaml")
     cost.add_argument("--json", action="store_true", help="print data instead of a table")
@@ -113,6 +155,19 @@ def parser() -> argparse.ArgumentParser:
     site = add("site", _site, "render every receipt to self-contained HTML with an index")
     site.add_argument("runs", type=Path, help="a folder of runs, or one run")
     site.add_argument("--out", type=Path, required=True, help="a new folder for the pages")
+
+    keygen = add("keygen", _keygen, "make an Ed25519 key pair to sign receipts with")
+    keygen.add_argument("private", type=Path, help="new file for the private key (PEM, mode 0600)")
+    keygen.add_argument("public", type=Path, help="new file for the public key (JSON)")
+
+    sign = add("sign", _sign, "sign a receipt: a DSSE envelope over an in-toto statement, beside it")
+    sign.add_argument("attempt", type=Path, help="the receipt's folder, e.g. runs/demo/finish/attempt-1")
+    sign.add_argument("--key", type=Path, required=True, action="append", help="private key; once per signer")
+
+    drill = add("drill", _drill, "rehearse the coordinator's procedure on CPU, with interruptions, kills and damage")
+    drill.add_argument(
+        "run", type=Path, help="a run whose chain has passed its pilot, e.g. runs/demo; it is not touched"
+    )
 
     full = add("full", _full, "the coordinator's procedure (same as python -m d2lib.full_stage)", add_help=False)
     full.add_argument("arguments", nargs=argparse.REMAINDER)

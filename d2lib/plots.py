@@ -393,6 +393,36 @@ def benchmark_ratios(rows: Sequence[tuple[str, float, float | None]], *, title: 
     return figure
 
 
+def cost_against(series: Mapping[str, Sequence[tuple[float, float]]], *, x: str, y: str, title: str) -> Figure:
+    """Cost against size, one line a series, on doubling axes: a straight line is a power law.
+
+    Args:
+        series: name → (size, cost) points.
+        x, y: what the axes show, with units.
+    """
+    with _figure(title, 3.6) as (figure, axes):
+        colours = (CANDIDATE, "#e69f00", "#009e73", "#cc79a7")
+        for index, (name, points) in enumerate(series.items()):
+            ordered = sorted(points)
+            axes.plot(
+                [point[0] for point in ordered],
+                [point[1] for point in ordered],
+                "osD^"[index % 4] + "-",
+                color=colours[index % 4],
+                markersize=5,
+                label=name,
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+        axes.set(xlabel=x, ylabel=y)
+        axes.grid()
+        if len(series) > 1:
+            _legend_below(axes, columns=len(series))
+    return figure
+
+
 def data_card(rows: Sequence[tuple[str, str, int]]) -> Figure:
     """Rows per split, one segment per family, largest first.
 

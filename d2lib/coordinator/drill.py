@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from d2lib.coordinator.jobs import PRODUCTS
 from d2lib.coordinator.lease import hold
 from d2lib.coordinator.profile import Job
 from d2lib.coordinator.rehearsal import Run, changed, make_checkout, power_logger, private_tmux, wait_for
-from d2lib.errors import D2Error, ExitStatus
+from d2lib.errors import D2Error, ExitStatus, Refused
 from d2lib.evidence.ledger import read_ledger
 from d2lib.files import sha256_file
 
@@ -274,11 +274,14 @@ def _end_everything(*runs: Run) -> None:
     wait_for(lambda: not _processes(*runs), "the end of the drill's processes", 150)
 
 
-def main(arguments: Sequence[str]) -> ExitStatus:
+def drill(root: Path) -> ExitStatus:
     """`d2 drill RUN`: print a line a step and the table; DONE when everything happened as expected."""
-    root = Path(arguments[0]).resolve()
+    if not (root / "pilot" / "receipt.json").is_file():
+        raise Refused("a drill needs a run with a pilot", expected="pilot/receipt.json", where=root, remedy="make demo")
     checkout = Path(__file__).resolve().parent.parent.parent
     with tempfile.TemporaryDirectory(prefix="d2drill", dir="/tmp") as folder:
-        report = run_drill(root, checkout, Path(folder), lambda text: print(text, file=sys.stderr, flush=True))
+        report = run_drill(
+            root.resolve(), checkout, Path(folder), lambda text: print(text, file=sys.stderr, flush=True)
+        )
     print(report.render_text())
     return ExitStatus.DONE if report.holds else ExitStatus.VERDICT

@@ -1,0 +1,72 @@
+"""Tasks that are measured in a process of their own: `python -m d2lib.benchmark.child TASK JSON` prints figures."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from d2lib.benchmark.measure import Peak
+
+
+def head(*, blocks: int, vocabulary: int, dim: int, threads: int) -> dict[str, float]:
+    """Memory of one fused loss with its gradient."""
+    from d2lib.benchmark.head import LOSSES, HeadCase
+
+    torch.set_num_threads(threads)
+    objective = LOSSES["0.1 CE + 0.9 TV"]
+    HeadCase.random(1, vocabulary=4096, dim=dim).fused(objective)  # the libraries' own memory is there before
+    case = HeadCase.random(blocks, vocabulary=vocabulary, dim=dim)
+    with Peak() as peak:
+        case.fused(objective)
+    return {"extra": peak.extra}
+
+
+def dataset(*, folder: str, dim: int, threads: int) -> dict[str, float]:
+    """Open a dataset, then take a batch and an epoch's order."""
+    from d2lib.benchmark.cases import drafter_config
+    from d2lib.data.blocks import D2Blocks
+    from d2lib.data.manifest import Manifest
+
+    torch.set_num_threads(threads)
+    config = drafter_config(dim=dim, vocab_size=64)
+    began = time.perf_counter()
+    with Peak() as opened:
+        blocks = D2Blocks(Manifest.load(Path(folder, "MANIFEST.json")), Path(folder), "train", config)
+    seconds = time.perf_counter() - began
+    before = _pages()
+    blocks.batch(torch.tensor([len(blocks) // 2]))
+    read = _pages() - before
+    order = blocks.epoch_order(23, 0)
+    return {
+        "seconds": seconds,
+        "extra": opened.extra,
+        "read": read / 1e6,
+        "blocks": len(blocks),
+        "order": order.numel() * order.element_size() / len(blocks),
+    }
+
+
+def _pages() -> int:
+    """Bytes of files that this process has mapped into memory."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssFile:"))
+
+
+TASKS: dict[str, Callable[..., dict[str, float]]] = {"head": head, "dataset": dataset}
+
+
+def main(arguments: list[str]) -> None:
+    """Run one task and print its figures."""
+    task, given = arguments
+    options: dict[str, Any] = json.loads(given)
+    print(json.dumps(TASKS[task](**options)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

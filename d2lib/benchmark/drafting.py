@@ -1,0 +1,173 @@
+"""FAST against REF, context sharing, batched REF against REF one by one, and how an update's cost grows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from d2lib.benchmark.cases import drafter_config, random_adapter, random_blocks, random_weights
+from d2lib.benchmark.measure import Row, medians
+from d2lib.drafter.batch import BlockBatch
+from d2lib.drafter.batched import BatchedReference, self_check
+from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.fast import FastDrafter
+from d2lib.drafter.lora import Adapter
+from d2lib.drafter.objectives import OBJECTIVES
+from d2lib.drafter.reference import Reference, teacher_logits
+from d2lib.train.arms import slot_statistics
+
+TOLERANCE = 1e-5
+"""Relative error of losses and adapter gradients between FAST and REF in fp32."""
+
+
+def fast_update(drafter: FastDrafter, batch: BlockBatch, objective: str) -> float:
+    """Loss and adapter gradient of a batch, FAST."""
+    measured = drafter.loss(batch, OBJECTIVES[objective])
+    measured.loss.backward()  # type: ignore[no-untyped-call]
+    return float(measured.loss.detach())
+
+
+def reference_update(reference: Reference, batch: BlockBatch, objective: str, rounds: range | None = None) -> float:
+    """The same in REF's literal arithmetic, one block after another."""
+    total = 0.0
+    for index in range(len(batch)) if rounds is None else rounds:
+        block = batch.round(index)
+        valid = block.valid.unsqueeze(0)
+        teacher = teacher_logits(reference.weights["head.weight"], block.teacher_hidden.float())
+        statistics = slot_statistics(
+            reference.forward(block).logits.unsqueeze(0), teacher.unsqueeze(0), block.target.unsqueeze(0)
+        )
+        loss = OBJECTIVES[objective](statistics, valid).sum() / len(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    return total
+
+
+def measure_update(*, blocks: int, repeats: int, **sizes: Any) -> list[Row]:
+    """FAST's update against REF's on the same blocks: time, losses and gradients, for both ways to choose blocks."""
+    config = drafter_config(**sizes)
+    weights, adapter = random_weights(config), random_adapter(config)
+    reference, fast = Reference(config, weights, adapter), FastDrafter(config, weights, adapter)
+    rows = []
+    for stretch, how in ((1, "drawn one by one"), (min(32, blocks), "in stretches of 32")):
+        batch = random_blocks(config, blocks, stretch=stretch)
+        at = f"{blocks} blocks {how}, {_sizes(config)}"
+        seconds = medians(
+            {
+                "fast": lambda batch=batch: fast_update(fast, batch, "KL"),  # type: ignore[misc]
+                "ref": lambda batch=batch: reference_update(reference, batch, "KL"),  # type: ignore[misc]
+            },
+            repeats,
+        )
+        rows.append(Row("FAST update", at, "REF update", seconds["ref"] / seconds["fast"], "times faster", ">=", 30))
+        error = max(_disagreement(reference, fast, batch, adapter, objective) for objective in OBJECTIVES)
+        rows.append(Row("FAST update", at, "REF update", error, "largest relative error", "<=", TOLERANCE))
+    return rows
+
+
+def _disagreement(
+    reference: Reference, fast: FastDrafter, batch: BlockBatch, adapter: Adapter, objective: str
+) -> float:
+    """The larger of the relative errors of the loss and of the whole adapter gradient."""
+    losses, gradients = [], []
+    for side in ("ref", "fast"):
+        for tensor in adapter.values():
+            tensor.grad = None
+        losses.append(
+            reference_update(reference, batch, objective) if side == "ref" else fast_update(fast, batch, objective)
+        )
+        gradients.append(torch.cat([_gradient(tensor).flatten() for tensor in adapter.values()]))
+    error = float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
+    return max(error, abs(losses[1] / losses[0] - 1))
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def measure_sharing(*, blocks: int, repeats: int, **sizes: Any) -> list[dict[str, float]]:
+    """Milliseconds a block of FAST's update as stretches grow from one block to `blocks`."""
+    config = drafter_config(**sizes)
+    fast = FastDrafter(config, random_weights(config), random_adapter(config))
+    stretches = [2**power for power in range(int(math.log2(blocks)) + 1)]
+    batches = {str(stretch): random_blocks(config, blocks, stretch=stretch) for stretch in stretches}
+    seconds = medians(
+        {name: lambda batch=batch: fast_update(fast, batch, "KL") for name, batch in batches.items()},  # type: ignore[misc]
+        repeats,
+    )
+    return [
+        {
+            "blocks per stretch": int(name),
+            "context rows": len(batches[name].positions),
+            "ms per block": 1000 * value / blocks,
+        }
+        for name, value in seconds.items()
+    ]
+
+
+def measure_scoring(*, rounds: int, literal: int, repeats: int, **sizes: Any) -> list[Row]:
+    """Batched REF over consecutive rounds against REF one by one: drafts and teacher-forced logits of every round.
+
+    REF is timed on `literal` of the rounds, which all cost the same, and compared in bits on all of them.
+    """
+    config = drafter_config(**sizes)
+    weights = random_weights(config)
+    batched, reference = BatchedReference(config, weights), Reference(config, weights)
+    batch = random_blocks(config, rounds, stretch=min(50, rounds))
+
+    def one_by_one(count: int) -> list[tuple[Tensor, Tensor]]:
+        with torch.no_grad():
+            blocks = [batch.round(index) for index in range(count)]
+            return [(reference.forward(block).logits, reference.draft(block)) for block in blocks]
+
+    seconds = medians({"batched": lambda: batched.run_batch(batch), "ref": lambda: one_by_one(literal)}, repeats)
+    found, expected = batched.run_batch(batch), one_by_one(rounds)
+    equal = sum(
+        torch.equal(found.logits[index].view(torch.int32), logits.view(torch.int32))
+        and torch.equal(found.drafts[index], drafts)
+        for index, (logits, drafts) in enumerate(expected)
+    )
+    at = f"{rounds:,} rounds, {_sizes(config)}"
+    ratio = (seconds["ref"] / literal) / (seconds["batched"] / rounds)
+    return [
+        Row("batched REF scoring", at, "REF one by one", ratio, "times faster", ">=", 25),
+        Row("batched REF scoring", at, "REF one by one", equal / rounds, "of rounds bit-equal", ">=", 1.0),
+        Row("batched REF's self-check", at, "REF one by one", float(self_check(reference, batch)), "passes", ">=", 1.0),
+    ]
+
+
+GROWTH: Mapping[str, tuple[int, ...]] = {
+    "vocabulary": (1_000, 4_000, 16_000, 64_000, 130_000),
+    "blocks": (32, 64, 128, 256, 512),
+    "rows": (128, 512, 2_048, 8_192),
+}
+
+
+def measure_growth(*, repeats: int, growth: Mapping[str, tuple[int, ...]] = GROWTH) -> list[dict[str, float | str]]:
+    """Seconds of one FAST update as one size grows and the others stay; rows are those of the sequence drawn from."""
+    points: list[dict[str, float | str]] = []
+    for what, values in growth.items():
+        sides = {}
+        for value in values:
+            config = drafter_config(vocab_size=value) if what == "vocabulary" else drafter_config()
+            rows = max(value + config.window + config.block_size + 2, 300) if what == "rows" else 8192
+            fast = FastDrafter(config, random_weights(config), random_adapter(config))
+            batch = random_blocks(config, value if what == "blocks" else 128, rows=rows)
+            sides[str(value)] = lambda fast=fast, batch=batch: fast_update(fast, batch, "KL")
+        seconds = medians(sides, repeats)
+        points += [{"size": what, "value": int(name), "seconds": value} for name, value in seconds.items()]
+    return points
+
+
+def slope(points: list[tuple[float, float]]) -> float:
+    """Exponent of cost against size over the largest two points: 1 where doubling the size doubles the cost."""
+    (x1, y1), (x2, y2) = sorted(points)[-2:]
+    return math.log(y2 / y1) / math.log(x2 / x1)
+
+
+def _sizes(config: DrafterConfig) -> str:
+    return f"window {config.window}, {config.n_stages} stages, dim {config.dim}, V {config.vocab_size:,}"

@@ -1,0 +1,96 @@
+"""How things are measured: sides take turns in one process, medians are compared; memory is that of a child."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, Literal
+
+from d2lib.errors import Unexpected
+from d2lib.evidence.environment import child_environment, library_path
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    what, at, against: what was measured, on which sizes, compared with what. value: in `unit`.
+    target: what it has to reach: at most (`<=`) or at least (`>=`) `bound`; None where only the number is stated.
+    """
+
+    what: str
+    at: str
+    against: str
+    value: float
+    unit: str
+    sense: Literal["<=", ">="] | None = None
+    bound: float | None = None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the bound is kept; None without one. NaN keeps none."""
+        if self.sense is None or self.bound is None:
+            return None
+        return self.value <= self.bound if self.sense == "<=" else self.value >= self.bound
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self) | {"met": self.met}
+
+
+def medians(sides: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median seconds of each side over `repeats` runs; the sides take turns, and one run of each warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(repeats + 1):
+        for name, run in sides.items():
+            began = time.perf_counter()
+            run()
+            if turn:
+                seconds[name].append(time.perf_counter() - began)
+    return {name: median(values) for name, values in seconds.items()}
+
+
+def in_child(task: str, **arguments: Any) -> dict[str, float]:
+    """Run a task of `d2lib.benchmark.child` in a process of its own; its figures."""
+    environment = child_environment({})
+    path = library_path(environment.get("PYTHONPATH"))
+    if path is not None:
+        environment["PYTHONPATH"] = path
+    command = [sys.executable, "-m", "d2lib.benchmark.child", task, json.dumps(arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Unexpected("a measurement failed", found=done.stderr.strip()[-500:], where=task)
+    figures: dict[str, float] = json.loads(done.stdout)
+    return figures
+
+
+class Peak:
+    """Resident memory that a piece of work takes beyond what was there before it (Linux), as a context manager.
+
+    extra: MB, known at the end.
+    """
+
+    extra: float = float("nan")
+
+    def __enter__(self) -> Peak:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")  # the peak starts anew from here
+        self._before = _status("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.extra = (_status("VmHWM") - self._before) / 1000
+
+
+def _status(name: str) -> int:
+    """A field of /proc/self/status, in kB (of 1,024 bytes, as the kernel counts), as kB of 1,000 bytes."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        for line in file:
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024 // 1000
+    raise Unexpected("the kernel does not say how much memory is used", expected=name, where="/proc/self/status")

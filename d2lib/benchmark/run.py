@@ -1,0 +1,123 @@
+"""The whole benchmark, in the order in which its notebook shows it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from d2lib.benchmark.data import measure_bootstrap, measure_dataset
+from d2lib.benchmark.drafting import GROWTH, measure_growth, measure_scoring, measure_sharing, measure_update, slope
+from d2lib.benchmark.head import measure_head
+from d2lib.benchmark.measure import Row
+from d2lib.progress import bar
+
+Scale = Literal["tiny", "full"]
+
+
+@dataclass
+class Results:
+    """What was measured: the table, and the points of two plots.
+
+    sharing: milliseconds a block by blocks per stretch. growth: seconds of an update by size.
+    """
+
+    machine: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    sharing: list[dict[str, float]] = field(default_factory=list)
+    growth: list[dict[str, float | str]] = field(default_factory=list)
+
+    @property
+    def slopes(self) -> dict[str, float]:
+        """Size → exponent of cost at its upper end."""
+        return {
+            size: slope([(float(p["value"]), float(p["seconds"])) for p in self.growth if p["size"] == size])
+            for size in dict.fromkeys(str(point["size"]) for point in self.growth)
+        }
+
+    @property
+    def missed(self) -> list[Row]:
+        """Rows whose bound is not kept."""
+        return [row for row in self.rows if row.met is False]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "machine": self.machine,
+            "rows": [row.as_dict() for row in self.rows],
+            "sharing": self.sharing,
+            "growth": self.growth,
+            "slopes": self.slopes,
+        }
+
+
+def benchmark(scale: Scale, *, repeats: int, threads: int) -> Results:
+    """Measure everything.
+
+    Args:
+        scale: full for the sizes that the bounds are stated for; tiny to see that all of it runs, which says nothing
+            of speed.
+        repeats: runs whose median counts.
+        threads: of torch, in this process and in the children.
+    """
+    torch.set_num_threads(threads)
+    full = scale == "full"
+    sizes: dict[str, Any] = {} if full else {"dim": 32, "vocab_size": 128}
+    results = Results(describe_machine(threads))
+
+    def table(measure: Callable[[], list[Row]]) -> Callable[[], None]:
+        return lambda: results.rows.extend(measure())
+
+    head = (129_280, 1_024, 128) if full else (4_096, 32, 8)
+    growth = GROWTH if full else {name: values[:2] for name, values in GROWTH.items()}
+    parts: dict[str, Callable[[], None]] = {
+        "head and loss": table(
+            lambda: measure_head(vocabulary=head[0], dim=head[1], blocks=head[2], repeats=repeats, threads=threads)
+        ),
+        "update": table(lambda: measure_update(blocks=128 if full else 8, repeats=repeats, **sizes)),
+        "context sharing": lambda: results.sharing.extend(
+            measure_sharing(blocks=128 if full else 8, repeats=repeats, **sizes)
+        ),
+        "scoring": table(
+            lambda: measure_scoring(rounds=2_000 if full else 20, literal=100 if full else 5, repeats=repeats, **sizes)
+        ),
+        "bootstrap": table(lambda: measure_bootstrap(repeats=repeats, resamples=10_000 if full else 100)),
+        "dataset": table(
+            lambda: measure_dataset(threads=threads) if full else measure_dataset(threads=threads, production=_SMALL)
+        ),
+        "growth": lambda: results.growth.extend(measure_growth(repeats=repeats, growth=growth)),
+    }
+    with bar(len(parts), "benchmark", "part") as shown:
+        for name, part in parts.items():
+            shown.set_postfix_str(name)
+            part()
+            shown.update()
+    return results
+
+
+_SMALL: dict[Any, tuple[int, int]] = {"train": (2, 600), "dev": (1, 200)}
+
+
+def describe_machine(threads: int) -> dict[str, Any]:
+    """What the numbers depend on beside the code."""
+    return {
+        "processor": _processor(),
+        "machine": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "threads": threads,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
