@@ -16,12 +16,17 @@ from d2lib.lab.target import Target
 
 
 class TargetTraining(Record):
-    """How the target is trained: `batch` windows of `length` bytes per step, half legal and half general."""
+    """How the target is trained: `batch` windows of `length` bytes per step, half legal and half general.
+
+    The layers' matrices are trained by Muon (https://kellerjordan.github.io/posts/muon/) at `muon_lr`, scaled to the
+    size of AdamW's steps, which takes about half of AdamW's steps here; everything else by AdamW at `lr`.
+    """
 
     steps: int = Field(ge=0)
     batch: int = Field(gt=1)
     length: int = Field(gt=1)
     lr: float = Field(gt=0)
+    muon_lr: float = Field(default=0.01, gt=0)
     warmup: float = Field(default=0.05, ge=0, le=1)
     weight_decay: float = Field(default=0.01, ge=0)
     clip: float = Field(default=1.0, gt=0)
@@ -59,25 +64,30 @@ def train_target(
 
     Returns: the target, without gradients.
     """
-    optimizer = torch.optim.AdamW(
-        target.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
-    )
+    matrices = [value for value in target.layers.parameters() if value.ndim == 2]
+    others = [value for name, value in target.named_parameters() if not name.startswith("layers.") or value.ndim != 2]
+    optimizers = {
+        torch.optim.Muon(matrices, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"): config.muon_lr,
+        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True): config.lr,
+    }
     shares = [config.batch // len(texts)] * len(texts)
     shares[0] += config.batch - sum(shares)
     for step in range(config.steps):
         if stop is not None and stop():
             raise Interrupted("the target's training was stopped", where=f"step {step} of {config.steps}")
-        for group in optimizer.param_groups:
-            group["lr"] = config.lr * warmup_cosine(step, config.steps, config.warmup)
+        for optimizer, rate in optimizers.items():
+            for group in optimizer.param_groups:
+                group["lr"] = rate * warmup_cosine(step, config.steps, config.warmup)
         windows = torch.cat(
             [_windows(text, count, config.length + 1, generator) for text, count in zip(texts, shares, strict=True)]
         )
         logits = target.logits(target(windows[:, :-1]).hidden)
         loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-        optimizer.zero_grad()
+        target.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(target.parameters(), config.clip)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         if progress is not None:
             progress(1, loss.item())
     return target.requires_grad_(False)
