@@ -74,6 +74,26 @@ class AdmissionParams(PhaseParams):
     pilot: str = "pilot"
 
 
+class StageParams(PhaseParams):
+    """stage: the reviewed commit into a new snapshot. Outside the engine it only shows what would be staged."""
+
+    source: str
+    """The reviewed checkout, clean."""
+    commit: str
+    """Its commit, 40 hex digits."""
+    snapshot: str
+    """New folder, named like the run root, PILOT-NAMESPACE-full."""
+    assembly: str
+    pilot_source: str
+    pilot_receipt: str
+    g1: str
+    k2_dev: str
+    k2_legal: str
+    k2_general: str
+    profile: str
+    """The coordinator's profile, a path inside the source."""
+
+
 class TrainParams(PhaseParams):
     """train: the full run that the admitted pilot qualified."""
 
@@ -127,6 +147,7 @@ SCHEMAS: dict[str, type[PhaseParams]] = {
     "pilot": PilotParams,
     "cost_sheet": CostSheetParams,
     "admission": AdmissionParams,
+    "stage": StageParams,
     "train": TrainParams,
     "g2": G2Params,
     "finish": FinishParams,

@@ -79,7 +79,17 @@ while (time.monotonic() < until or not all(map(Path.exists, trail))) and not sto
         missing[0].parent.mkdir(exist_ok=True)
         missing[0].touch()
         time.sleep(0.1)
-status = "interrupted" if stopped else "done"
+status, message, result = "interrupted" if stopped else "done", None, do.get("result", {})
+if phase == "stage" and status == "done":
+    from d2lib.coordinator.stage import plan_of, stage
+    from d2lib.errors import Refused
+    from d2lib.params import StageParams
+
+    try:
+        result = {"staged": stage(plan_of(StageParams.model_validate(values), attempt.root))}
+    except Refused as error:
+        status, message = "refused", str(error)
+        print(f"refused: {error}", file=sys.stderr)
 made = []
 inputs = []
 if status == "done":
@@ -102,9 +112,9 @@ receipt = Receipt(
                            receipt_sha256=digest),
     parameters=values, parameters_sha256=str(sha256_bytes(canonical_json(values))), d2lib_version="0",
     d2lib_sha256=str(library_sha256()), environment={}, environment_sha256=digest, seconds=0.0, status=status,
-    verdict=verdict, exit_status=int(exit_status(status, verdict)), message=None,
+    verdict=verdict, exit_status=int(exit_status(status, verdict)), message=message,
     cells=CellCounts(code=1, ran=1, errors=0), inputs=inputs, outputs=made, parents=[],
-    result=do.get("result", {}) if status == "done" else None,
+    result=result if status == "done" else None,
 )
 with ledger_lock(attempt.root):
     write_exclusive(attempt.file("receipt.json"), to_bytes(receipt))
@@ -159,7 +169,7 @@ def make_source(folder: Path, profile: dict[str, Any], *, library: bool = True) 
     (folder / "papermill" / "__init__.py").write_text("")
     (folder / "papermill" / "__main__.py").write_text(PAPERMILL)
     (folder / "notebooks").mkdir()
-    for name in ("admission", "train", "g2", "finish"):
+    for name in ("admission", "stage", "train", "g2", "finish"):
         (folder / "notebooks" / f"{name}.ipynb").write_text("{}")
     (folder / "params" / "drill").mkdir(parents=True)
     (folder / "params" / "drill" / "coordinator.yaml").write_text(yaml.safe_dump(profile))

@@ -76,7 +76,7 @@ def test_dry_render_reads_nothing_and_starts_nothing(tmp_path: Path) -> None:
         assert f"tmux new-session -d -s d2full-decode-p2-ace-full-{job} " in done.stdout
     assert "CUDA_VISIBLE_DEVICES=GPU-240876ad" in done.stdout
     assert f"archive --format=tar {COMMIT}" in done.stdout
-    assert done.stdout.count("-m papermill --engine d2") == 1 + len(JOBS)
+    assert done.stdout.count("-m papermill --engine d2") == 2 + len(JOBS)
 
 
 def test_the_guard_of_the_dry_render_bites(tmp_path: Path) -> None:

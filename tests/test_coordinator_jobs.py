@@ -159,6 +159,7 @@ def test_the_whole_procedure(host: Host) -> None:
     host.done("g2-finish")
     assert [(line.name, line.attempt, line.status) for line in read_ledger(case.output)] == [
         ("admission", 1, "done"),
+        ("stage", 1, "done"),
         ("train-full-fast", 1, "done"),
         ("g2-dev", 1, "done"),
         ("g2-legal", 1, "interrupted"),
@@ -210,6 +211,22 @@ def test_what_changed_since_staging_refuses_before_a_session(host: Host) -> None
     assert said.count("\n") == 1
     assert tmux("list-sessions").returncode != 0
     assert list(host.case.snapshot.glob("*.sh")) == []
+
+
+def test_a_stage_that_its_receipt_does_not_speak_of_refuses(host: Host) -> None:
+    """STAGED.json rewritten with the same meaning and other bytes; then no receipt of a stage at all."""
+    path = host.case.snapshot / "STAGED.json"
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes() + b"\n")
+    status, said = host.start("full-fast")
+    assert (status, "STAGED.json is not what was staged" in said) == (2, True), said
+    path.write_bytes(path.read_bytes()[:-1])
+    ledger = host.case.output / "LEDGER.jsonl"
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    ledger.chmod(0o644)
+    ledger.write_bytes(b"".join(line for line in lines if b'"stage"' not in line))
+    status, said = host.start("full-fast")
+    assert (status, "no receipt says that the snapshot was staged" in said) == (2, True), said
 
 
 def test_a_session_of_that_name_and_a_taken_solo_refuse(host: Host) -> None:

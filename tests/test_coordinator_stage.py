@@ -16,7 +16,7 @@ import pytest
 from coordinator_case import Case, commit, git, make_case
 
 from d2lib.coordinator import stage as staging
-from d2lib.coordinator.admit import run_admission
+from d2lib.coordinator.admit import run_foreground
 from d2lib.coordinator.children import clean_environment
 from d2lib.coordinator.source import blob_sha1, check_checkout, check_folder, check_running, extract_archive, read_tree
 from d2lib.coordinator.stage import first_difference, rename_new, revalidate, stage
@@ -206,7 +206,7 @@ def admitted(tmp_path_factory: pytest.TempPathFactory) -> Case:
     case = make_case(tmp_path_factory.mktemp("admitted"))
     with pytest.MonkeyPatch.context() as patch:
         _use(case, patch)
-        assert run_admission(case.plan()) == 0
+        assert run_foreground(case.plan(), "admission") == 0
     return case
 
 

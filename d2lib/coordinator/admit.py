@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from d2lib.coordinator.contract import ADMITTED, Plan, job_parameters, parameters_text
+from d2lib.coordinator.contract import ADMITTED, Foreground, Plan, job_parameters, parameters_text
 from d2lib.coordinator.locked import judge
 from d2lib.coordinator.receipts import check_output, done_receipt
 from d2lib.errors import ExitStatus, Refused
@@ -50,18 +50,18 @@ def check_namespace(plan: Plan) -> None:
         )
 
 
-def run_admission(plan: Plan) -> ExitStatus:
-    """Execute the admission notebook into its next receipt under the output, without GPU; returns its exit status.
+def run_foreground(plan: Plan, phase: Foreground) -> ExitStatus:
+    """Execute the notebook of admission or stage into its next receipt under the output, without GPU.
 
-    SIGINT and SIGTERM reach it, and it is awaited.
+    SIGINT and SIGTERM reach it, and it is awaited. Returns its exit status.
     """
     plan.paths.output.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(prefix="d2-admission-") as folder:
-        parameters = Path(folder, "admission.yaml")
-        parameters.write_text(parameters_text(job_parameters(plan, "admission")), encoding="utf-8")
-        receipts = plan.paths.output / "admission"
+    with tempfile.TemporaryDirectory(prefix=f"d2-{phase}-") as folder:
+        parameters = Path(folder, f"{phase}.yaml")
+        parameters.write_text(parameters_text(job_parameters(plan, phase)), encoding="utf-8")
+        receipts = plan.paths.output / phase
         attempt = next_attempt(receipts)
-        command = plan.admission(attempt, parameters)
+        command = plan.foreground(phase, attempt, parameters)
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

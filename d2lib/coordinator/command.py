@@ -129,21 +129,26 @@ def _run(options: argparse.Namespace) -> ExitStatus:
 
     check_coordinator(plan)
     if options.phase == "stage":
-        from d2lib.coordinator.stage import stage
+        from d2lib.coordinator.admit import run_foreground
+        from d2lib.coordinator.stage import check_recorded, refuse_existing, reviewed_tree
 
-        print(f"staged {plan.paths.snapshot}: STAGED.json {stage(plan)}")
-        return ExitStatus.DONE
+        refuse_existing(plan.paths.snapshot)
+        reviewed_tree(plan)
+        status = run_foreground(plan, "stage")
+        if status is ExitStatus.DONE:
+            print(f"staged {plan.paths.snapshot}: STAGED.json {check_recorded(plan)}")
+        return status
     _tell(start_job(plan, options.job, resume))
     return ExitStatus.DONE
 
 
 def _check_inputs(plan: Plan) -> ExitStatus:
-    from d2lib.coordinator.admit import check_namespace, run_admission
+    from d2lib.coordinator.admit import check_namespace, run_foreground
     from d2lib.coordinator.stage import reviewed_tree
 
     reviewed_tree(plan)
     check_namespace(plan)
-    return run_admission(plan)
+    return run_foreground(plan, "admission")
 
 
 def _tell(start: Start) -> None:

@@ -22,6 +22,7 @@ from d2lib.evidence.layout import RECEIPT
 
 Phase = Literal["stage", "full-train", "full-g2", "finish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
+Foreground = Literal["admission", "stage"]
 SUFFIX = "-full"
 ADMITTED = "admission/admitted.json"
 """What the admission phase makes, from the run root."""
@@ -257,10 +258,10 @@ class Plan:
         ]
         return "\n".join(lines) + "\n"
 
-    def admission(self, attempt: int, parameters: Path) -> tuple[str, ...]:
-        """The command of the CPU admission, run in the foreground from the reviewed checkout."""
-        receipt = self.paths.output / "admission" / f"attempt-{attempt}" / "receipt.ipynb"
-        return notebook_command(self.python, self.paths.source, "admission", receipt, parameters)
+    def foreground(self, phase: Foreground, attempt: int, parameters: Path) -> tuple[str, ...]:
+        """The command of a phase that runs in the foreground from the reviewed checkout, on the CPU."""
+        receipt = self.paths.output / phase / f"attempt-{attempt}" / "receipt.ipynb"
+        return notebook_command(self.python, self.paths.source, phase, receipt, parameters)
 
     def contract(self) -> dict[str, Any]:
         """The contract as STAGED.json holds it: every name, parameter and command, plain JSON."""
@@ -298,7 +299,7 @@ class Plan:
         }
 
 
-def job_parameters(plan: Plan, job: Job | Literal["admission"], *, resume: bool = False) -> dict[str, Any]:
+def job_parameters(plan: Plan, job: Job | Foreground, *, resume: bool = False) -> dict[str, Any]:
     """The notebook parameters of a job: the one place where they are built.
 
     There is no recipe among them: full training takes it from the admitted pilot.
@@ -311,6 +312,9 @@ def job_parameters(plan: Plan, job: Job | Literal["admission"], *, resume: bool 
             "g1": str(paths.g1),
             "pilot": str(paths.pilot_receipt.parent),
         }
+    if job == "stage":
+        places = {name: str(getattr(paths, name)) for name in ("source", "commit", "snapshot", *INPUTS)}
+        return run | places | {"profile": plan.profile_name}
     spec = JOBS[job]
     shared = run | {"admission": ADMITTED, "output": "."}
     if spec.notebook == "finish":

@@ -16,13 +16,13 @@ from d2lib.coordinator.lease import check_free, lock_path, read_holder
 from d2lib.coordinator.locked import ENDED, REFUSED, STARTED
 from d2lib.coordinator.profile import ANY_HOST, Job
 from d2lib.coordinator.receipts import check_output, done_receipt
-from d2lib.coordinator.stage import revalidate
+from d2lib.coordinator.stage import check_recorded, revalidate
 from d2lib.errors import Refused, Unexpected
+from d2lib.evidence.environment import COORDINATOR
 from d2lib.evidence.receipts import Receipt
 from d2lib.evidence.run import next_attempt
 from d2lib.files import write_exclusive
 
-IDENTITY = "D2_COORDINATOR"
 PRODUCTS: dict[Job, str] = {
     "full-fast": "full-fast.pt",
     "g2-dev": "dev.json",
@@ -36,12 +36,12 @@ PRODUCTS: dict[Job, str] = {
 def check_coordinator(plan: Plan, environment: Mapping[str, str] | None = None, host: str | None = None) -> None:
     """Only the coordinator executes, on the profile's host, with the profile's assembly; raises Refused."""
     profile = plan.profile
-    who = (os.environ if environment is None else environment).get(IDENTITY)
+    who = (os.environ if environment is None else environment).get(COORDINATOR)
     if who != profile.coordinator:
         raise Refused(
             "only the coordinator executes",
-            expected=f"{IDENTITY}={profile.coordinator}",
-            found=f"{IDENTITY}={who}" if who is not None else f"no {IDENTITY}",
+            expected=f"{COORDINATOR}={profile.coordinator}",
+            found=f"{COORDINATOR}={who}" if who is not None else f"no {COORDINATOR}",
         )
     host = socket.gethostname() if host is None else host
     if profile.host not in (ANY_HOST, host, host.split(".")[0]):
@@ -61,6 +61,7 @@ def start_job(plan: Plan, job: Job, resume: int) -> Start:
         Unexpected: the session was started and its runner does not confirm.
     """
     revalidate(plan)
+    check_recorded(plan)
     check_turn(plan, job)
     start = next_start(plan, job, resume)
     name, solo = plan.profile.solo_of(job)

@@ -18,13 +18,13 @@ import yaml
 from d2lib.coordinator import sessions
 from d2lib.coordinator.children import clean_environment, run
 from d2lib.coordinator.contract import JOBS, SUFFIX, Paths, Plan, git_command
-from d2lib.coordinator.jobs import IDENTITY
 from d2lib.coordinator.lease import lock_path, read_holder
 from d2lib.coordinator.profile import Job, load_profile
 from d2lib.coordinator.receipts import done_receipt
 from d2lib.errors import Refused, Unexpected
+from d2lib.evidence.environment import COORDINATOR
 
-COORDINATOR = "drill/coordinator"
+WHO = "drill/coordinator"
 LOGGER = "drill-powerlog"
 PROFILE = "params/drill/coordinator.yaml"
 PATIENCE = 900.0
@@ -47,14 +47,14 @@ class Run:
         paths = Paths(source=source, commit=commit, snapshot=self.snapshot, output=self.output, **self.inputs)
         self.plan = Plan(paths, load_profile(source / PROFILE), PROFILE)
 
-    def type(self, *more: str, who: str | None = COORDINATOR) -> tuple[int, str]:
+    def type(self, *more: str, who: str | None = WHO) -> tuple[int, str]:
         """`python -m d2lib.full_stage` with this run's paths; returns its exit status and what it said."""
         paths = self.plan.paths
         flags = {"source": self.source, "commit": paths.commit, "snapshot": self.snapshot, "output": self.output}
         named = [part for name, value in (flags | self.inputs).items() for part in (_flag(name), str(value))]
         environment = clean_environment() | {"PYTHONPATH": str(self.source), "PYTHONDONTWRITEBYTECODE": "1"}
         if who is not None:
-            environment[IDENTITY] = who
+            environment[COORDINATOR] = who
         done = subprocess.run(
             [sys.executable, "-m", "d2lib.full_stage", *named, "--profile", str(self.source / PROFILE), *more],
             cwd=self.source,
@@ -146,7 +146,7 @@ def make_checkout(checkout: Path, folder: Path) -> str:
         shutil.copy(checkout / name, folder / name)
     profile: dict[str, Any] = {
         "host": "localhost",
-        "coordinator": COORDINATOR,
+        "coordinator": WHO,
         "assembly": None,
         "session_prefix": "d2full",
         "lock_folder": str(folder.parent / "locks"),

@@ -28,9 +28,11 @@ def render(plan: Plan) -> str:
         f"assembly {profile.assembly or 'any'}.",
         "",
         "# --check-inputs: CPU admission in the foreground, CUDA_VISIBLE_DEVICES='' (parameters in a temporary file)",
-        shlex.join(plan.admission(1, parameters)),
+        shlex.join(plan.foreground("admission", 1, parameters)),
         "",
         f"# --execute --phase stage: new snapshot {paths.snapshot}",
+        shlex.join(plan.foreground("stage", 1, paths.output / "stage.yaml")),
+        "# inside:",
     ]
     commands = git_commands(paths)
     lines += [f"{shlex.join(commands[name])}  # {text}" for name, text in _GIT.items()]

@@ -15,11 +15,13 @@ import os
 import secrets
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from d2lib.coordinator.admit import admitted, check_namespace, check_read
-from d2lib.coordinator.contract import ADMITTED, Plan
+from d2lib.coordinator.contract import ADMITTED, INPUTS, Paths, Plan, absolute
 from d2lib.coordinator.inputs import check_inputs_unchanged, record_inputs
+from d2lib.coordinator.profile import load_profile
+from d2lib.coordinator.receipts import done_receipt
 from d2lib.coordinator.source import (
     CAUSES,
     Tree,
@@ -44,6 +46,9 @@ from d2lib.files import (
     write_json,
 )
 
+if TYPE_CHECKING:
+    from d2lib.params import StageParams
+
 SCHEMA_VERSION = 1
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
@@ -67,7 +72,7 @@ def stage(plan: Plan) -> str:
             changed since, or the archive differs from the commit.
     """
     snapshot = plan.paths.snapshot
-    _refuse_existing(snapshot)
+    refuse_existing(snapshot)
     if not snapshot.parent.is_dir():
         raise Refused("the snapshot's parent folder is missing", where=snapshot.parent, remedy="make it")
     tree = reviewed_tree(plan)
@@ -112,6 +117,35 @@ def stage(plan: Plan) -> str:
     finally:
         shutil.rmtree(working, ignore_errors=True)
     return str(digest)
+
+
+def plan_of(params: StageParams, output: Path) -> Plan:
+    """The plan that a stage notebook's parameters describe.
+
+    Args:
+        params: paths, commit, and the profile's path inside the source.
+        output: the run root of the full run.
+    """
+    places = {name: absolute(getattr(params, name)) for name in ("source", "snapshot", *INPUTS)}
+    paths = Paths(commit=params.commit, output=output, **places)
+    return Plan(paths, load_profile(paths.source / params.profile), params.profile)
+
+
+def check_recorded(plan: Plan) -> str:
+    """STAGED.json is the one that the stage's receipt recorded; returns its digest, raises Refused."""
+    found = done_receipt(plan.paths.output, "stage")
+    if found is None:
+        raise Refused(
+            "no receipt says that the snapshot was staged",
+            expected="a receipt of stage with status done",
+            where=plan.paths.output,
+            remedy="remove the snapshot, which may be unfinished, and --execute --phase stage",
+        )
+    path, receipt = found
+    digest, recorded = str(sha256_file(plan.staged)), (receipt.result or {}).get("staged")
+    if digest != recorded:
+        raise Refused("STAGED.json is not what was staged", expected=recorded, found=digest, where=path)
+    return digest
 
 
 def revalidate(plan: Plan) -> dict[str, Any]:
@@ -204,7 +238,8 @@ def _check_staged_files(tree: Tree, staged: dict[str, Any], plan: Plan) -> None:
             raise Refused("the snapshot holds a file that was not staged", where=path)
 
 
-def _refuse_existing(snapshot: Path) -> None:
+def refuse_existing(snapshot: Path) -> None:
+    """Nothing may be at the snapshot's place; raises Refused."""
     if os.path.lexists(snapshot):
         raise Refused(
             "the snapshot exists already and is never overwritten",
@@ -229,10 +264,10 @@ def rename_new(working: Path, final: Path) -> None:
         try:
             final.mkdir(mode=0o700)
         except FileExistsError:
-            _refuse_existing(final)
+            refuse_existing(final)
         os.rename(working, final)  # replaces nothing but an empty folder
     elif code == errno.EEXIST:
-        _refuse_existing(final)
+        refuse_existing(final)
     elif code:
         raise OSError(code, os.strerror(code), str(final))
     fsync_folder(final.parent)

@@ -31,7 +31,11 @@ NUMERIC = frozenset(
 )
 """Variables that can change a result; children get them and the record shows them."""
 
+COORDINATOR = "D2_COORDINATOR"
+"""Who executes; a stage checks it in its kernel too."""
+
 ALLOWED = NUMERIC | {
+    COORDINATOR,
     "CONDA_PREFIX",
     "HOME",
     "LANG",
