@@ -18,15 +18,15 @@ from d2lib.lab.target import Target
 class TargetTraining(Record):
     """How the target is trained: `batch` windows of `length` bytes per step, half legal and half general.
 
-    The layers' matrices are trained by Muon (https://kellerjordan.github.io/posts/muon/) at `muon_lr`, scaled to the
-    size of AdamW's steps, which takes about half of AdamW's steps here; everything else by AdamW at `lr`.
+    With `muon_lr` the layers' matrices are trained by Muon (https://kellerjordan.github.io/posts/muon/), its steps
+    scaled to the size of AdamW's, which takes about half of AdamW's steps; everything else by AdamW at `lr`.
     """
 
     steps: int = Field(ge=0)
     batch: int = Field(gt=1)
     length: int = Field(gt=1)
     lr: float = Field(gt=0)
-    muon_lr: float = Field(default=0.01, gt=0)
+    muon_lr: float | None = Field(default=None, gt=0)
     warmup: float = Field(default=0.05, ge=0, le=1)
     weight_decay: float = Field(default=0.01, ge=0)
     clip: float = Field(default=1.0, gt=0)
@@ -64,12 +64,7 @@ def train_target(
 
     Returns: the target, without gradients.
     """
-    matrices = [value for value in target.layers.parameters() if value.ndim == 2]
-    others = [value for name, value in target.named_parameters() if not name.startswith("layers.") or value.ndim != 2]
-    optimizers = {
-        torch.optim.Muon(matrices, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"): config.muon_lr,
-        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True): config.lr,
-    }
+    optimizers = _optimizers(target, config)
     shares = [config.batch // len(texts)] * len(texts)
     shares[0] += config.batch - sum(shares)
     for step in range(config.steps):
@@ -91,6 +86,19 @@ def train_target(
         if progress is not None:
             progress(1, loss.item())
     return target.requires_grad_(False)
+
+
+def _optimizers(target: Target, config: TargetTraining) -> dict[torch.optim.Optimizer, float]:
+    """Optimizer → its peak learning rate."""
+    decay, matrices, others = config.weight_decay, list[torch.nn.Parameter](), list[torch.nn.Parameter]()
+    for name, value in target.named_parameters():
+        (matrices if config.muon_lr and name.startswith("layers.") and value.ndim == 2 else others).append(value)
+    found: dict[torch.optim.Optimizer, float] = {
+        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=decay, fused=True): config.lr
+    }
+    if config.muon_lr:
+        found[torch.optim.Muon(matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw")] = config.muon_lr
+    return found
 
 
 def _windows(text: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
