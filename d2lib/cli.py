@@ -95,11 +95,27 @@ def _site(options: argparse.Namespace) -> ExitStatus:
 
 
 def _weights_inspect(options: argparse.Namespace) -> ExitStatus:
-    from d2lib.drafter.inspect import inspect_weights, render_card
+    from d2lib.drafter.weights_card import inspect_weights, render_card
 
     card = inspect_weights(options.path, form=options.form, config=options.config)
     print(json.dumps(card.as_dict(), indent=1) if options.json else render_card(card))
     return ExitStatus.DONE if card.holds else ExitStatus.REFUSED
+
+
+def _adapter_export(options: argparse.Namespace) -> ExitStatus:
+    from d2lib.export.card import statement
+    from d2lib.export.write import export_adapter
+
+    print(f"{options.to}: {statement(export_adapter(options.run, options.to, unqualified=options.unqualified))}")
+    return ExitStatus.DONE
+
+
+def _adapter_merge(options: argparse.Namespace) -> ExitStatus:
+    from d2lib.export.card import statement
+    from d2lib.export.write import merge_adapter
+
+    print(f"{options.to}: {statement(merge_adapter(options.run, options.to, unqualified=options.unqualified))}")
+    return ExitStatus.DONE
 
 
 def _full(options: argparse.Namespace) -> ExitStatus:
@@ -187,6 +203,18 @@ def parser() -> argparse.ArgumentParser:
         "--config", type=Path, help="config.json or drafter.json (default: the one beside the weights)"
     )
     inspect.add_argument("--json", action="store_true", help="print data instead of text")
+
+    adapter = commands.add_parser("adapter", help="take a run's judged adapter to other stacks")
+    actions = adapter.add_subparsers(metavar="ACTION", required=True)
+    text = "write the adapter that G2 judged as a PEFT folder, with a card that says the verdict first"
+    export = add("export", _adapter_export, text, actions)
+    text = "write the adapted projections, merged in fp32 under the release's names, with the same card"
+    merge = add("merge", _adapter_merge, text, actions)
+    export.add_argument("--to", type=Path, required=True, help="a new folder")
+    merge.add_argument("--to", type=Path, required=True, help="a new folder, or a new file named *.safetensors")
+    for action in (export, merge):
+        action.add_argument("run", type=Path, help="a run root, e.g. runs/demo")
+        action.add_argument("--unqualified", action="store_true", help="take one without a PASS; the card says so")
 
     full = add("full", _full, "the coordinator's procedure (same as python -m d2lib.full_stage)", add_help=False)
     full.add_argument("arguments", nargs=argparse.REMAINDER)
