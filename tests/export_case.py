@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from evidence_case import make_receipt
@@ -23,8 +25,15 @@ ADAPTER = tiny_adapter(CONFIG, rank=RECIPE.rank)
 GAINING, LOSING = 8, -20
 
 
-def make_judged(root: Path, plus: int) -> Path:
-    """A run root with all that finish leaves behind; `plus` as in gates_cases.scored: positive passes every gate."""
+def make_judged(
+    root: Path, plus: int, *, forged: Mapping[str, Any] | None = None, verdict: str | None = None, **trained: object
+) -> Path:
+    """A run root with all that finish leaves behind.
+
+    plus: as in gates_cases.scored, positive passes every gate. forged: fields of g2.json that do not follow from its
+    parts. verdict: the receipt's, where it is not that of g2.json. trained: what the adapter's checkpoint is bound to
+    other than the admission.
+    """
     (root / "assembly").mkdir(parents=True)
     (root / "full").mkdir()
     (root / "admission").mkdir()
@@ -41,7 +50,7 @@ def make_judged(root: Path, plus: int) -> Path:
     }
     value = {"admitted": True, "recipe": RECIPE.model_dump(mode="json"), "identities": admitted}
     write_json(root / "admission" / "admitted.json", value)
-    save_checkpoint(root / "full" / "full-fast.pt", admitted)
+    save_checkpoint(root / "full" / "full-fast.pt", admitted, **trained)
     admission = {"admission": "admission/admitted.json"}
     make_receipt(
         root,
@@ -57,7 +66,7 @@ def make_judged(root: Path, plus: int) -> Path:
     for split, judged in parts.items():
         write_json(root / "full" / f"{split}.json", judged.model_dump(mode="json"))
     g2 = bind(parts)
-    write_json(root / "full" / "g2.json", g2.model_dump(mode="json"))
+    write_json(root / "full" / "g2.json", g2.model_dump(mode="json") | dict(forged or {}))
     make_receipt(
         root,
         "finish",
@@ -65,7 +74,7 @@ def make_judged(root: Path, plus: int) -> Path:
         inputs={**admission, **{split: f"full/{split}.json" for split in SCORED}},
         outputs={"g2": "full/g2.json"},
         result={"splits": {}},
-        verdict=g2.verdict,
+        verdict=verdict or g2.verdict,
     )
     return root
 

@@ -22,11 +22,13 @@ from d2lib.drafter.lora import lora_targets, merge
 from d2lib.drafter.reference import Reference
 from d2lib.drafter.weights import read_tensors
 from d2lib.errors import Refused, Unexpected
-from d2lib.evidence.ledger import read_ledger
+from d2lib.evidence.ledger import genesis, make_line, read_ledger
+from d2lib.evidence.receipts import read_receipt
 from d2lib.evidence.verify import verify
 from d2lib.export import write
 from d2lib.export.write import export_adapter, merge_adapter
 from d2lib.files import parse_json, read_json, sha256_file
+from d2lib.train.recipe import RECIPES
 
 FOLDER = {"README.md", "adapter_config.json", "adapter_model.safetensors", "card.json"}
 
@@ -240,6 +242,37 @@ def test_changed_evidence_exports_nothing(
         with pytest.raises(Refused, match=message):
             act(run, tmp_path / "out" / to, unqualified=True)
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("plus", "forgery", "message"),
+    [
+        (LOSING, {"forged": {"verdict": "PASS"}, "verdict": "PASS"}, "does not follow from its parts"),
+        (LOSING, {"verdict": "PASS"}, "receipt's verdict is not that of g2.json; expected: FAIL; found: PASS"),
+        (GAINING, {"verdict": "FAIL"}, "receipt's verdict is not that of g2.json; expected: PASS; found: FAIL"),
+        (GAINING, {"backend": "ref"}, "not trained as admitted: backend differs"),
+        (GAINING, {"recipe": RECIPES["ACE"].model_dump()}, "not trained as admitted: recipe differs"),
+        (GAINING, {"native": "sha256:" + "e" * 64}, "not trained as admitted: native differs"),
+    ],
+)
+def test_a_forgery_whose_digests_all_agree_exports_nothing(
+    plus: int, forgery: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    run = make_judged(tmp_path / "work" / "runs" / "demo", plus, **forgery)
+    with pytest.raises(Refused, match=message):
+        export_adapter(run, tmp_path / "adapter", unqualified=True)
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_an_adapter_that_no_training_made_exports_nothing(passed: Path, tmp_path: Path) -> None:
+    """A ledger without the training's receipt is a chain that still holds, begun at finish."""
+    run = tmp_path / "demo"
+    shutil.copytree(passed, run)
+    (run / "LEDGER.jsonl").unlink()
+    finish = read_receipt(run / "finish" / "attempt-1" / "receipt.json")
+    (run / "LEDGER.jsonl").write_bytes(make_line(finish, 1, genesis("demo")))
+    with pytest.raises(Refused, match=r"no training in the ledger made the adapter.*no receipt of train"):
+        export_adapter(run, tmp_path / "adapter")
 
 
 def test_merging_needs_the_judged_native_drafter(passed: Path, tmp_path: Path) -> None:
