@@ -94,6 +94,30 @@ def _site(options: argparse.Namespace) -> ExitStatus:
     return ExitStatus.DONE
 
 
+def _weights_inspect(options: argparse.Namespace) -> ExitStatus:
+    from d2lib.drafter.weights_card import inspect_weights, render_card
+
+    card = inspect_weights(options.path, form=options.form, config=options.config)
+    print(json.dumps(card.as_dict(), indent=1) if options.json else render_card(card))
+    return ExitStatus.DONE if card.holds else ExitStatus.REFUSED
+
+
+def _adapter_export(options: argparse.Namespace) -> ExitStatus:
+    from d2lib.export.card import statement
+    from d2lib.export.write import export_adapter
+
+    print(f"{options.to}: {statement(export_adapter(options.run, options.to, unqualified=options.unqualified))}")
+    return ExitStatus.DONE
+
+
+def _adapter_merge(options: argparse.Namespace) -> ExitStatus:
+    from d2lib.export.card import statement
+    from d2lib.export.write import merge_adapter
+
+    print(f"{options.to}: {statement(merge_adapter(options.run, options.to, unqualified=options.unqualified))}")
+    return ExitStatus.DONE
+
+
 def _full(options: argparse.Namespace) -> ExitStatus:
     from d2lib.full_stage import main as full_stage
 
@@ -112,8 +136,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"d2 {__version__}")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 
-    def add(name: str, run: Command, text: str, **extra: Any) -> argparse.ArgumentParser:
-        command = commands.add_parser(
+    def add(name: str, run: Command, text: str, under: Any = commands, **extra: Any) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = under.add_parser(
             name,
             help=text,
             description=text,
@@ -168,6 +192,29 @@ def parser() -> argparse.ArgumentParser:
     drill.add_argument(
         "run", type=Path, help="a run whose chain has passed its pilot, e.g. runs/demo; it is not touched"
     )
+
+    weights = commands.add_parser("weights", help="look at a drafter's weights")
+    parts = weights.add_subparsers(metavar="ACTION", required=True)
+    text = "print the data card of a release's drafter or of one safetensors file of ours; reads headers only"
+    inspect = add("inspect", _weights_inspect, text, parts)
+    inspect.add_argument("path", type=Path, help="a folder with model.safetensors.index.json, or a .safetensors file")
+    inspect.add_argument("--form", choices=["deepseek_v41", "deepseek_v4"], help="default: config.json's model_type")
+    inspect.add_argument(
+        "--config", type=Path, help="config.json or drafter.json (default: the one beside the weights)"
+    )
+    inspect.add_argument("--json", action="store_true", help="print data instead of text")
+
+    adapter = commands.add_parser("adapter", help="take a run's judged adapter to other stacks")
+    actions = adapter.add_subparsers(metavar="ACTION", required=True)
+    text = "write the adapter that G2 judged as a PEFT folder, with a card that says the verdict first"
+    export = add("export", _adapter_export, text, actions)
+    text = "write the adapted projections, merged in fp32 under the release's names, with the same card"
+    merge = add("merge", _adapter_merge, text, actions)
+    export.add_argument("--to", type=Path, required=True, help="a new folder")
+    merge.add_argument("--to", type=Path, required=True, help="a new folder, or a new file named *.safetensors")
+    for action in (export, merge):
+        action.add_argument("run", type=Path, help="a run root, e.g. runs/demo")
+        action.add_argument("--unqualified", action="store_true", help="take one without a PASS; the card says so")
 
     full = add("full", _full, "the coordinator's procedure (same as python -m d2lib.full_stage)", add_help=False)
     full.add_argument("arguments", nargs=argparse.REMAINDER)

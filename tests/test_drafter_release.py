@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from tiny import tiny_config
 
+from d2lib.drafter import release as reading
 from d2lib.drafter.release import INDEX, decode_fp4, decode_fp8, read_release
 from d2lib.drafter.weights import Weights, expected_shapes
 from d2lib.errors import Refused
@@ -143,6 +145,9 @@ FP8, FP4 = "mtp.1.attn.wkv.weight", "mtp.0.ffn.experts.2.w1.weight"
         ),
         ("mtp.1.attn.attn_sink", torch.full((4,), torch.nan), "mtp.1.attn.attn_sink is not finite"),
         ("mtp.0.ffn_norm.weight", torch.ones(24).bfloat16(), "mtp.0.ffn_norm.weight has a wrong shape"),
+        ("mtp.0.ffn_norm.weight", torch.ones(40).long(), "type that we cannot decode.*int64.*mtp.0.ffn_norm"),
+        ("mtp.0.ffn_norm.weight", torch.ones(40).to(torch.float8_e4m3fn), "type that we cannot.*mtp.0.ffn_norm"),
+        (FP8, torch.zeros(10, 40).to(torch.float8_e5m2), "type that we cannot decode.*e5m2.*mtp.1.attn.wkv"),
     ],
 )
 def test_what_is_wrong_is_named(name: str, value: torch.Tensor | None, message: str, tmp_path: Path) -> None:
@@ -171,7 +176,7 @@ def test_a_shard_outside_the_folder_or_absent_is_refused(tmp_path: Path) -> None
 
 
 def test_every_code() -> None:
-    """All 254 finite E4M3 codes, all 16 E2M1 codes in both nibbles, and the smallest and largest scale."""
+    """All 254 finite E4M3 codes, all 16 E2M1 codes in both nibbles, and every scale that is a number."""
     finite = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)[None]
     one = torch.full((1, 2), 127, dtype=torch.uint8)
     found = decode_fp8(finite.view(torch.float8_e4m3fn), one, (1, 254), block=128, name="x")
@@ -180,7 +185,54 @@ def test_every_code() -> None:
     found = decode_fp4(every | ((15 - every) << 4), one[:, :1], (1, 32), block=0, name="x")
     assert found[0, 0::2].tolist() == [fp4_value(code) for code in range(16)]
     assert found[0, 1::2].tolist() == [fp4_value(15 - code) for code in range(16)]
-    for code in (0, 254):
+    for code in range(255):
         scale = torch.full((1, 1), code, dtype=torch.uint8)
         found = decode_fp4(torch.full((1, 1), 0x22, dtype=torch.uint8), scale, (1, 2), block=0, name="x")
         assert found.tolist() == [[2.0 ** (code - 127)] * 2]
+
+
+def test_every_fp8_code_under_scales_of_every_size() -> None:
+    """254 codes × scales from 2^-120 to 2^110, exactly; the two NaN codes are refused."""
+    finite = torch.tensor([code for code in range(256) if code & 127 != 127], dtype=torch.uint8)[None]
+    for power in (7, 100, 127, 150, 237):
+        scale = torch.full((1, 2), power, dtype=torch.uint8)
+        found = decode_fp8(finite.view(torch.float8_e4m3fn), scale, (1, 254), block=128, name="x")
+        assert found[0].tolist() == [fp8_value(int(code)) * 2.0 ** (power - 127) for code in finite[0]]
+    for code in (127, 255):
+        bad = torch.full((1, 1), code, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        with pytest.raises(Refused, match="NaN code"):
+            decode_fp8(bad, torch.full((1, 1), 127, dtype=torch.uint8), (1, 1), block=32, name="x")
+
+
+def test_loading_holds_one_stored_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a tensor is read, every stored tensor before it is gone, but for the one that its scale belongs to."""
+    release = Release(tmp_path, "deepseek_v41")
+    release.write()
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    reads: list[tuple[str, int]] = []
+    opened: list[Path] = []
+    real = reading.safe_open
+
+    class Watched:
+        def __init__(self, path: Path, framework: str) -> None:
+            self.path, self.file = path, real(path, framework=framework)
+
+        def __enter__(self) -> Watched:
+            opened.append(self.path)
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            opened.remove(self.path)
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            reads.append((name, len(alive)))
+            assert len(opened) <= 2
+            tensor: torch.Tensor = self.file.get_tensor(name)
+            alive.add(tensor)
+            return tensor
+
+    monkeypatch.setattr(reading, "safe_open", Watched)
+    read_release(tmp_path, release.config, "deepseek_v41")
+    assert all(held == (1 if name.endswith(".scale") else 0) for name, held in reads)
+    assert len(reads) == len(set(reads)) > len(expected_shapes(release.config))
+    assert opened == []

@@ -10,15 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
-from pydantic import ValidationError
-
 from d2lib.data.blocks import D2Blocks
 from d2lib.data.k2 import K2File
 from d2lib.data.manifest import Manifest, Split
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.config import DrafterConfig, load_config
 from d2lib.drafter.weights import Weights, load_weights
 from d2lib.errors import Refused
-from d2lib.files import Hashed, inside, read_json, sha256_file
+from d2lib.files import Hashed, inside, sha256_file
 
 ScoredSplit = Literal["dev", "heldout_legal", "heldout_general"]
 SCORED: tuple[ScoredSplit, ...] = get_args(ScoredSplit)
@@ -43,16 +41,7 @@ class Assembly:
     def config(self) -> DrafterConfig:
         """The drafter's configuration, checked against the manifest's sizes."""
         path = inside(self.folder, "drafter.json")
-        try:
-            config = DrafterConfig.model_validate(read_json(path))
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise Refused(
-                "the drafter's configuration is wrong",
-                expected=first["msg"],
-                found=first.get("input"),
-                where=f"{path}: {'.'.join(str(part) for part in first['loc'])}",
-            ) from None
+        config = load_config(path)
         for name in ("dim", "vocab_size", "n_taps"):
             if getattr(config, name) != getattr(self.manifest, name):
                 raise Refused(

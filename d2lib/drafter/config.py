@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from pathlib import Path
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from d2lib.files import Record
+from d2lib.errors import Refused
+from d2lib.files import Record, read_json
 
 
 class DrafterConfig(Record):
@@ -75,3 +77,22 @@ class DrafterConfig(Record):
         if self.kv_quant == "e4m3_ue8m0_64" and (self.head_dim - self.rope_head_dim) % 64:
             raise ValueError("kv_quant needs head_dim - rope_head_dim to be a multiple of 64")
         return self
+
+
+def parse_config(value: Any, *, where: object = None) -> DrafterConfig:
+    """A configuration from a JSON value; raises Refused and names the field that is wrong."""
+    try:
+        return DrafterConfig.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise Refused(
+            "the drafter's configuration is wrong",
+            expected=first["msg"],
+            found=first.get("input"),
+            where=f"{where}: {'.'.join(str(part) for part in first['loc'])}",
+        ) from None
+
+
+def load_config(path: Path) -> DrafterConfig:
+    """The configuration in a drafter.json; raises Refused when it is missing or wrong."""
+    return parse_config(read_json(path), where=path)

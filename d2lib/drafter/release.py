@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +29,9 @@ _FP4_COLUMNS = 32
 _E8M0_NAN = 255
 _UNUSED = ".ffn.gate.bias_vl"  # the router's bias for image tokens
 
+Form: TypeAlias = Literal["deepseek_v41", "deepseek_v4"]
+"""A model family whose storage we know, by its name in config.json."""
+
 
 @dataclass(frozen=True)
 class ReleaseForm:
@@ -38,7 +41,7 @@ class ReleaseForm:
     markov: Mapping[str, str]
 
 
-FORMS: dict[str, ReleaseForm] = {
+FORMS: dict[Form, ReleaseForm] = {
     "deepseek_v41": ReleaseForm(block=32, markov={}),
     "deepseek_v4": ReleaseForm(
         block=128,
@@ -50,8 +53,11 @@ FORMS: dict[str, ReleaseForm] = {
 }
 
 
-def read_release(folder: Path, config: DrafterConfig, form: Literal["deepseek_v41", "deepseek_v4"]) -> Weights:
+def read_release(folder: Path, config: DrafterConfig, form: Form) -> Weights:
     """The drafter of a release, in fp32 under our names.
+
+    Goes shard by shard and tensor by tensor: beyond the result, one stored tensor and its decoding are in memory, and
+    one shard is open (two, where a scale lies in another shard than its tensor).
 
     Args:
         folder: holds the index and the shards that it names.
@@ -61,41 +67,91 @@ def read_release(folder: Path, config: DrafterConfig, form: Literal["deepseek_v4
     Raises:
         Refused: a tensor is missing, is extra under `mtp.`, has a wrong shape or type, or holds a NaN code.
     """
-    placed: dict[str, str] = _weight_map(folder / INDEX)
-    ours = {name: _stored_name(name, FORMS[form]) for name in expected_shapes(config)}
-    wanted: set[str] = set()
-    weights: Weights = {}
+    placed = weight_map(folder / INDEX)
+    shapes = expected_shapes(config)
+    ours = {name: stored_name(name, form) for name in shapes}
+    decoded: Weights = {}
+    used: set[str] = set()
     with ExitStack() as stack:
-        shards: dict[str, Any] = {}
-
-        def stored(name: str) -> Tensor:
-            if name not in placed:
-                raise Refused("the release lacks a drafter tensor", expected=name, where=folder / INDEX)
-            wanted.add(name)
-            shard = placed[name]
-            try:
-                if shard not in shards:
-                    shards[shard] = stack.enter_context(safe_open(inside(folder, shard), framework="pt"))
-                tensor: Tensor = shards[shard].get_tensor(name)
-            except (SafetensorError, OSError) as error:
-                raise Refused(
-                    "a tensor cannot be read from its shard", expected=name, found=str(error), where=folder / shard
-                ) from None
-            return tensor
-
-        for name, shape in expected_shapes(config).items():
-            data = stored(ours[name])
-            if data.dtype in (torch.float8_e4m3fn, torch.int8, torch.uint8):
-                scale = stored(ours[name].removesuffix("weight") + "scale")
-                decode = decode_fp4 if data.dtype != torch.float8_e4m3fn else decode_fp8
-                weights[name] = decode(data, scale, shape, block=FORMS[form].block, name=name)
-            else:
-                weights[name] = data.to(torch.float32, copy=True)
-    for name in sorted(placed.keys() - wanted):
-        if name.startswith("mtp.") and not name.endswith(_UNUSED):
+        shards = _Shards(folder, placed, stack)
+        for name in sorted(shapes, key=lambda name: placed.get(ours[name], "")):
+            decoded[name] = _read(shards, name, ours[name], shapes[name], form, used)
+    for name in sorted(placed.keys() - used):
+        if is_unknown(name):
             raise Refused("the release has a drafter tensor that we do not know", found=name, where=folder / INDEX)
+    weights = {name: decoded[name] for name in shapes}
     check_weights(weights, config, where=folder)
     return weights
+
+
+class _Shards:
+    """The shard that is being read, and the one that holds its scales where that is another; no third is open."""
+
+    def __init__(self, folder: Path, placed: Mapping[str, str], stack: ExitStack) -> None:
+        self.folder, self.placed, self.stack = folder, placed, stack
+        self.opened: dict[str, Any] = {}
+
+    def tensor(self, name: str) -> Tensor:
+        """One stored tensor."""
+        if name not in self.placed:
+            raise Refused("the release lacks a drafter tensor", expected=name, where=self.folder / INDEX)
+        shard = self.placed[name]
+        try:
+            if shard not in self.opened:
+                if len(self.opened) == 2:
+                    self.opened.clear()
+                    self.stack.close()
+                self.opened[shard] = self.stack.enter_context(safe_open(inside(self.folder, shard), framework="pt"))
+            tensor: Tensor = self.opened[shard].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise Refused(
+                "a tensor cannot be read from its shard", expected=name, found=str(error), where=self.folder / shard
+            ) from None
+        return tensor
+
+
+def _read(shards: _Shards, name: str, stored: str, shape: tuple[int, ...], form: Form, used: set[str]) -> Tensor:
+    """One tensor in fp32, decoded with its scale where it has one; `used` takes the names that it was read from."""
+    data = shards.tensor(stored)
+    used.add(stored)
+    if len(shape) == 2 and data.dtype in (torch.float8_e4m3fn, torch.int8, torch.uint8):
+        scale = shards.tensor(scale_name(stored))
+        used.add(scale_name(stored))
+        decode = decode_fp4 if data.dtype != torch.float8_e4m3fn else decode_fp8
+        return decode(data, scale, shape, block=FORMS[form].block, name=name)
+    if data.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise Refused(
+            "a stored tensor has a type that we cannot decode",
+            expected="FP8 E4M3, FP4 pairs in I8, BF16, F16 or F32",
+            found=data.dtype,
+            where=name,
+        )
+    return data.to(torch.float32, copy=True)
+
+
+def stored_name(name: str, form: Form) -> str:
+    """The release's name of one of our tensors."""
+    for ours, theirs in FORMS[form].markov.items():
+        if name.endswith(ours):
+            return name.removesuffix(ours) + theirs
+    return name
+
+
+def scale_name(stored: str) -> str:
+    """The release's name of a stored tensor's scale."""
+    return stored.removesuffix("weight") + "scale"
+
+
+def scale_shape(shape: tuple[int, ...], form: Form, *, fp4: bool) -> tuple[int, ...]:
+    """The shape of the E8M0 scale of a tensor of this shape: per square block for FP8, per 32 columns for FP4."""
+    if fp4:
+        return (shape[0], math.ceil(shape[1] / _FP4_COLUMNS))
+    return tuple(math.ceil(size / FORMS[form].block) for size in shape)
+
+
+def is_unknown(name: str) -> bool:
+    """Whether a tensor that nothing expects is a reason to refuse: it is the drafter's, and not known to be unused."""
+    return name.startswith("mtp.") and not name.endswith(_UNUSED)
 
 
 def decode_fp8(data: Tensor, scale: Tensor, shape: tuple[int, ...], *, block: int, name: str) -> Tensor:
@@ -141,14 +197,8 @@ def _expect(what: str, found: torch.Size, shape: tuple[int, ...]) -> None:
         raise Refused("a stored tensor has a wrong shape", expected=list(shape), found=list(found), where=what)
 
 
-def _stored_name(name: str, form: ReleaseForm) -> str:
-    for ours, theirs in form.markov.items():
-        if name.endswith(ours):
-            return name.removesuffix(ours) + theirs
-    return name
-
-
-def _weight_map(path: Path) -> dict[str, str]:
+def weight_map(path: Path) -> dict[str, str]:
+    """A release's index: tensor → shard; raises Refused when the file is none."""
     index = read_json(path)
     placed = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(placed, dict) or not all(isinstance(shard, str) for shard in placed.values()):

@@ -1,0 +1,1 @@
+"""A judged adapter, as files that other stacks read."""

@@ -1,0 +1,100 @@
+"""A small finished run: a trained adapter, three judged splits, and their receipts; no kernel runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from evidence_case import make_receipt
+from gates_cases import digest, part
+from tiny import tiny_adapter, tiny_config, tiny_weights
+
+from d2lib.data.assembly import SCORED
+from d2lib.drafter.weights import save_weights
+from d2lib.files import sha256_file, write_json
+from d2lib.gates.g2 import bind
+from d2lib.train.checkpoint import MOMENTS, Position, State, save
+from d2lib.train.recipe import RECIPES
+
+CONFIG = tiny_config()
+RECIPE = RECIPES["KL"]
+WEIGHTS = tiny_weights(CONFIG)
+ADAPTER = tiny_adapter(CONFIG, rank=RECIPE.rank)
+GAINING, LOSING = 8, -20
+
+
+def make_judged(
+    root: Path, plus: int, *, forged: Mapping[str, Any] | None = None, verdict: str | None = None, **trained: object
+) -> Path:
+    """A run root with all that finish leaves behind.
+
+    plus: as in gates_cases.scored, positive passes every gate. forged: fields of g2.json that do not follow from its
+    parts. verdict: the receipt's, where it is not that of g2.json. trained: what the adapter's checkpoint is bound to
+    other than the admission.
+    """
+    (root / "assembly").mkdir(parents=True)
+    (root / "full").mkdir()
+    (root / "admission").mkdir()
+    save_weights(root / "assembly" / "native.safetensors", WEIGHTS, CONFIG)
+    write_json(root / "assembly" / "drafter.json", CONFIG.model_dump(mode="json"))
+    admitted = {
+        "namespace": "demo-full",
+        "manifest": digest("0"),
+        "native": str(sha256_file(root / "assembly" / "native.safetensors")),
+        "drafter": str(sha256_file(root / "assembly" / "drafter.json")),
+        "pilot": digest("4"),
+        "recipe": str(RECIPE.sha256),
+        "initialization": digest("7"),
+    }
+    value = {"admitted": True, "recipe": RECIPE.model_dump(mode="json"), "identities": admitted}
+    write_json(root / "admission" / "admitted.json", value)
+    save_checkpoint(root / "full" / "full-fast.pt", admitted, **trained)
+    admission = {"admission": "admission/admitted.json"}
+    make_receipt(
+        root,
+        "train",
+        1,
+        inputs={"assembly": "assembly", **admission},
+        outputs={"adapter": "full/full-fast.pt"},
+        result={"updates": 1},
+    )
+    names = {name: admitted[name] for name in ("manifest", "native", "drafter", "pilot", "recipe")}
+    names["adapter"] = str(sha256_file(root / "full" / "full-fast.pt"))
+    parts = {split: part(split, plus, **names) for split in SCORED}
+    for split, judged in parts.items():
+        write_json(root / "full" / f"{split}.json", judged.model_dump(mode="json"))
+    g2 = bind(parts)
+    write_json(root / "full" / "g2.json", g2.model_dump(mode="json") | dict(forged or {}))
+    make_receipt(
+        root,
+        "finish",
+        1,
+        inputs={**admission, **{split: f"full/{split}.json" for split in SCORED}},
+        outputs={"g2": "full/g2.json"},
+        result={"splits": {}},
+        verdict=verdict or g2.verdict,
+    )
+    return root
+
+
+def save_checkpoint(path: Path, admitted: dict[str, str], **changed: object) -> None:
+    """A completed full run of one update."""
+    recipe = RECIPE.model_dump()
+    identity = {**admitted, "run": "full-fast", "backend": "fast", "recipe": recipe, "blocks": 5, "total": 1, **changed}
+    position = Position(update=1, total=1, epoch=0, place=1, presented=5, order=digest("9"), lr=0.5)
+    metrics = {"blocks": torch.tensor([5.0]), "lr": torch.tensor([0.5])}
+    save(
+        path,
+        State(
+            identity=identity,
+            position=position,
+            adapter=ADAPTER,
+            moments={f"{name}.{moment}": torch.zeros_like(t) for name, t in ADAPTER.items() for moment in MOMENTS},
+            rng={"cpu": torch.get_rng_state()},
+            metrics={name: column.double() for name, column in metrics.items()},
+            complete=True,
+            seconds=1.0,
+        ),
+    )
