@@ -11,6 +11,7 @@ import html
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -487,14 +488,18 @@ def gate_table_html(gates: Sequence[Row], verdict: str, sentence: str = "") -> s
     )
 
 
-def checklist_html(rows: Sequence[Row]) -> str:
-    """Checks as a list: rows with name, holds, expected, found, where (the last three may be absent)."""
+def checklist_html(rows: Sequence[Row], root: Path | None = None) -> str:
+    """Checks as a list: rows with name, holds, expected, found, where (the last three may be absent).
+
+    Paths under `root`, the run root, are shown from there.
+    """
+    prefix = f"{root}/"
     held = sum(bool(row["holds"]) for row in rows)
     cells = [
         (
             _mark("holds" if row["holds"] else "fails"),
             html.escape(str(row["name"])),
-            *(html.escape(number(row.get(key))) for key in ("expected", "found", "where")),
+            *(html.escape(number(row.get(key)).replace(prefix, "")) for key in ("expected", "found", "where")),
         )
         for row in rows
     ]
