@@ -189,7 +189,12 @@ def sign_receipt(folder: Path, private_keys: Sequence[Path]) -> Path:
 
 
 def _recorded(folder: Path) -> tuple[Receipt, LedgerLine]:
-    data = (folder / RECEIPT).read_bytes()
+    try:
+        data = (folder / RECEIPT).read_bytes()
+    except OSError as error:
+        raise Refused(
+            "no receipt here", expected="an attempt's folder", found=error.strerror, where=folder / RECEIPT
+        ) from None
     receipt = parse_receipt(data, where=folder / RECEIPT)
     digest = str(sha256_bytes(data))
     for line in read_ledger(folder.absolute().parent.parent):
