@@ -343,9 +343,10 @@ def cost_bars(bars: Mapping[str, Mapping[str, float]], *, title: str, unit: str 
             for part, hours in bar.items():
                 index = parts.index(part) % len(PARTS)
                 axes.barh(row, hours, 0.6, left, color=PARTS[index], edgecolor="white", label=part)
-                if hours > 0.1 * longest:
+                text = _hours(hours, 1)
+                if hours > 0.034 * len(text) * longest:
                     ink = "black" if PARTS[index] != CANDIDATE else "white"
-                    axes.text(left + hours / 2, row, _hours(hours, 1), ha="center", va="center", fontsize=8, color=ink)
+                    axes.text(left + hours / 2, row, text, ha="center", va="center", fontsize=8, color=ink)
                 left += hours
             axes.text(left, row, f" {_hours(left)} h", va="center", fontsize=9, fontweight="bold")
         axes.set_yticks(range(len(bars)), [textwrap.fill(name, 14) for name in reversed(list(bars))])

@@ -158,7 +158,7 @@ def test_a_figure_is_a_picture_with_its_alternative(root: Path, tmp_path: Path) 
 
     make_receipt(root, "g2", 1, job="legal", result={}, verdict="PASS", edit=edit)
     text = pages(root, tmp_path / "site")["demo.g2-legal.1.html"]
-    picture = re.search(r"<img alt='([^']*)' src=\"data:image/svg\\+xml;base64,([^\"]*)", text)
+    picture = re.search(r"<img alt='([^']*)' src=\"data:image/svg\+xml;base64,([^\"]*)", text)
     assert picture
     assert picture.groups() == ('A "figure" &amp; its &lt;alternative&gt;', "PHN2Zy8+")
 

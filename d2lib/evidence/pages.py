@@ -14,7 +14,7 @@ from markupsafe import Markup
 _VERDICT = re.compile(r'<p class="d2-verdict"[^>]*>\s*<strong[^>]*>[^<]*</strong>\s*(?P<sentence>[^<]*)</p>')
 _GATES = re.compile(r'aria-label="(Gates: )?[0-9]+ of [0-9]+ (checks )?hold"')
 _HEADING = re.compile(r"^(#{1,5} )", re.MULTILINE)
-_ELSEWHERE = '<p class="note"><a href="#verdict">The verdict stands at the top of this page.</a></p>'
+_ELSEWHERE = '<p class="note"><a href="#verdict">Shown at the top of this page.</a></p>'
 
 
 @dataclass(frozen=True)
