@@ -32,7 +32,9 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The site's pages are also opened in Chromium where there is one, with npm to fetch what drives it.
 test: lint fixture
+	! command -v npm >/dev/null || npm ci --prefix tests/browser --no-audit --no-fund
 	$(BIN)/python -m pytest
 	$(BIN)/python -m pytest --nbval-lax --nbval-current-env notebooks
 
@@ -43,4 +45,4 @@ site: install
 	$(BIN)/d2 site runs --out site
 
 clean:
-	rm -rf $(VENV) build *.egg-info site
+	rm -rf $(VENV) build *.egg-info site tests/browser/node_modules

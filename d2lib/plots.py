@@ -26,8 +26,8 @@ Row = Mapping[str, Any]
 
 BASELINE, CANDIDATE, GATE, GOOD, SOFT = "#6e6e6e", "#0072b2", "#d55e00", "#007a5a", "#c8d6e5"
 PARTS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#f0e442", "#999999")
-WIDTH = 5.0  # inches; 10-point type on it is legible at 360 CSS pixels
-TOKENS = "accepted draft tokens per round (bonus excluded)"
+WIDTH = 4.3  # inches; its type is legible where the figure is 340 CSS pixels wide
+TOKENS = "accepted draft tokens per round\n(bonus excluded)"
 
 _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
@@ -198,7 +198,30 @@ def pilot_intervals(gates: Sequence[Row]) -> Figure:
         axes.set_yticks(range(len(gates)), names, fontsize=8)
         axes.set_ylim(-0.6, len(gates) - 0.4)
         axes.axvline(0, color="#555555", linewidth=0.8)
-        axes.set_xlabel("tokens per round (bonus excluded), 95% interval;\ndashes: the gate's threshold")
+        axes.set_xlabel("tokens per round (bonus excluded),\n95% interval; dashes: threshold")
+        axes.grid(axis="x")
+    return figure
+
+
+def run_gains(rows: Sequence[Row]) -> Figure:
+    """Runs compared: every split's gain with its 95% interval, one line a run.
+
+    Args:
+        rows: mappings with split, run, gain, lower, upper, verdict, a split's together.
+    """
+    above = sum(row["lower"] > 0 for row in rows)
+    title = f"{above or 'None'} of {len(rows)} intervals {'lies' if above <= 1 else 'lie'} above zero"
+    with _figure(title, 1.2 + 0.42 * len(rows)) as (figure, axes):
+        looks = {"PASS": (GOOD, "o"), "INCONCLUSIVE": ("#8a5a00", "D")}
+        for place, row in enumerate(reversed(rows)):
+            colour, mark = looks.get(row["verdict"], ("#a4262c", "X"))
+            axes.hlines(place, row["lower"], row["upper"], colors=colour, linewidth=2.2)
+            axes.plot(row["gain"], place, mark, color=colour, markersize=7)
+        names = [f"{row['split']}\n{textwrap.shorten(row['run'], 20)}: {row['verdict']}" for row in reversed(rows)]
+        axes.set_yticks(range(len(rows)), names, fontsize=8.5)
+        axes.set_ylim(-0.6, len(rows) - 0.4)
+        axes.axvline(0, color="#555555", linewidth=0.8)
+        axes.set_xlabel("gain, accepted draft tokens per round\n(bonus excluded), 95% interval")
         axes.grid(axis="x")
     return figure
 
@@ -305,6 +328,7 @@ def training_curves(
         if clip is not None:
             panels[2].axhline(clip, color=GATE, linestyle="--", linewidth=1.4, label=f"clipped at {clip:g}")
             panels[2].legend(loc="upper right")
+        panels[2].xaxis.set_major_locator(MaxNLocator(6, integer=True))
         panels[2].set_xlabel("update")
         figure.align_ylabels(panels)
     return figure
@@ -320,13 +344,15 @@ def cost_bars(bars: Mapping[str, Mapping[str, float]], *, title: str, unit: str 
             for part, hours in bar.items():
                 index = parts.index(part) % len(PARTS)
                 axes.barh(row, hours, 0.6, left, color=PARTS[index], edgecolor="white", label=part)
-                if hours > 0.1 * longest:
+                text = _hours(hours, 1)
+                if hours > 0.034 * len(text) * longest:
                     ink = "black" if PARTS[index] != CANDIDATE else "white"
-                    axes.text(left + hours / 2, row, f"{hours:.1f}", ha="center", va="center", fontsize=8, color=ink)
+                    axes.text(left + hours / 2, row, text, ha="center", va="center", fontsize=8, color=ink)
                 left += hours
-            axes.text(left, row, f" {left:.3f} h", va="center", fontsize=9, fontweight="bold")
+            axes.text(left, row, f" {_hours(left)} h", va="center", fontsize=9, fontweight="bold")
         axes.set_yticks(range(len(bars)), [textwrap.fill(name, 14) for name in reversed(list(bars))])
         axes.set(xlabel=unit, xlim=(0, longest * 1.28))
+        axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.grid(axis="x")
         handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
         handles = {part: handles[part] for part in parts}
@@ -341,14 +367,15 @@ def gantt(tasks: Sequence[tuple[str, str, float, float]], *, title: str, unit: s
         end = max(start + length for *_, start, length in tasks)
         for index, (lane, name, start, length) in enumerate(tasks):
             row, colour = len(lanes) - 1 - lanes.index(lane), PARTS[index % len(PARTS)]
-            axes.barh(row, length, 0.55, start, color=colour, edgecolor="white", label=f"{name} {length:.3f}")
+            axes.barh(row, length, 0.55, start, color=colour, edgecolor="white", label=f"{name} {_hours(length)}")
             if length > 0.24 * end:
                 ink = "black" if colour != CANDIDATE else "white"
                 axes.text(start + length / 2, row, name, ha="center", va="center", fontsize=8.5, color=ink)
         axes.axvline(end, color="black", linewidth=0.9, linestyle=":")
-        axes.annotate(f"{end:.3f}", (end, -0.55), xytext=(-3, 2), textcoords="offset points", ha="right", fontsize=8.5)
+        axes.annotate(_hours(end), (end, -0.55), xytext=(-3, 2), textcoords="offset points", ha="right", fontsize=8.5)
         axes.set_yticks(range(len(lanes)), list(reversed(lanes)))
         axes.set(xlabel=unit, xlim=(0, end * 1.03), ylim=(-0.6, len(lanes) - 0.4))
+        axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.grid(axis="x")
         _legend_below(axes, columns=2)
     return figure
@@ -389,7 +416,7 @@ def benchmark_ratios(rows: Sequence[tuple[str, float, float | None]], *, title: 
         axes.axvline(1, color="#555555", linewidth=0.8)
         axes.set_yticks(range(len(rows)), [textwrap.fill(what, 22) for what, *_ in reversed(rows)], fontsize=8.5)
         axes.set_ylim(-0.6, len(rows) - 0.4)
-        axes.set_xlabel("times better (right is better); dashes: required")
+        axes.set_xlabel("times better (right is better);\ndashes: required")
         axes.grid(axis="x")
     return figure
 
@@ -450,7 +477,7 @@ def data_card(rows: Sequence[tuple[str, str, int]]) -> Figure:
             sequences = sum(map(len, split_families.values()))
             in_families = _count(len(split_families), "famil", "ies", "y")
             label = f"{left:,} rows, {_count(sequences, 'sequence', 's')}, {in_families}"
-            axes.text(0, row + 0.3, label, va="bottom", fontsize=8.5)
+            axes.text(longest * 0.012, row + 0.3, label, va="bottom", fontsize=8.5)
         axes.set_yticks(range(len(splits)), [name.replace("_", "\n") for name in reversed(list(splits))])
         axes.set(xlabel="captured rows (context included)", xlim=(0, longest * 1.04), ylim=(-0.5, len(splits) - 0.2))
         axes.xaxis.set_major_locator(MaxNLocator(4))
@@ -503,7 +530,7 @@ def checklist_html(rows: Sequence[Row], root: Path | None = None) -> str:
         )
         for row in rows
     ]
-    return _table(("", "check", "expected", "found", "where"), cells, f"{held} of {len(rows)} checks hold")
+    return _table(("", "check", "expected", "found", "where"), cells, f"{held} of {len(rows)} checks hold", "d2-words")
 
 
 def _state(gate: Row) -> str:
@@ -526,7 +553,7 @@ def _interval(gate: Row) -> str:
     return f" [{gate['lower']:.4f}, {gate['upper']:.4f}]" if "lower" in gate else ""
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> str:
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str, kind: str = "d2-gates") -> str:
     """A table that scrolls inside its own box, also by keyboard; cells are HTML already."""
     label = html.escape(caption)
     top = "".join(f'<th scope="col" style="text-align:left">{html.escape(name) or "state"}</th>' for name in head)
@@ -542,7 +569,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> 
         for row in rows
     )
     return (
-        f'<div class="d2-table" role="region" tabindex="0" aria-label="{label}" style="overflow-x:auto">'
+        f'<div class="d2-table {kind}" role="region" tabindex="0" aria-label="{label}" style="overflow-x:auto">'
         f"<table><caption>{label}</caption><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
@@ -553,8 +580,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> 
 @contextmanager
 def _figure(title: str, height: float, rows: int = 1) -> Iterator[tuple[Figure, Any]]:
     """A styled figure with its title over the full width, wrapped to fit."""
-    lines = textwrap.wrap(title, 56)
-    lines = next(even for width in range(20, 57) if len(even := textwrap.wrap(title, width)) == len(lines))
+    most = int(11.2 * WIDTH)  # characters of bold 11-point type
+    lines = textwrap.wrap(title, most)
+    lines = next(even for width in range(20, most + 1) if len(even := textwrap.wrap(title, width)) == len(lines))
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(WIDTH, height + 0.2 * len(lines)), layout="constrained")
         figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=11, fontweight="bold")
@@ -572,6 +600,11 @@ def _legend_below(axes: Axes, *, columns: int = 1, handles: Mapping[str, Any] | 
 def _signed(value: float) -> str:
     """A short number with a true minus sign, as on the axes."""
     return f"{value:g}".replace("-", "−")
+
+
+def _hours(hours: float, digits: int = 3) -> str:
+    """Hours to the given decimals; small ones to two figures, because 0.000 says nothing."""
+    return f"{hours:.{digits}f}" if hours == 0 or hours >= 0.1 else f"{hours:.2g}"
 
 
 def _count(count: int, stem: str, many: str, one: str = "") -> str:

@@ -30,8 +30,12 @@ def number(value: Any) -> str:
     return str(value)
 
 
-def table_html(rows: Sequence[Row], caption: str = "") -> str:
-    """Rows with equal keys as an HTML table whose header cells say what they head."""
+def table_html(rows: Sequence[Row], caption: str = "", label: str = "Table") -> str:
+    """Rows with equal keys as an HTML table whose header cells say what they head; it scrolls in its own box.
+
+    Args:
+        label: the box's name for those who do not see it, where there is no caption.
+    """
     if not rows:
         return "<p>no rows</p>"
     head = "".join(f'<th scope="col">{html.escape(str(name))}</th>' for name in rows[0])
@@ -39,7 +43,10 @@ def table_html(rows: Sequence[Row], caption: str = "") -> str:
         "<tr>" + "".join(f"<td>{html.escape(number(value))}</td>" for value in row.values()) + "</tr>" for row in rows
     )
     title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
-    return f'<div class="d2-table"><table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return (
+        f'<div class="d2-table" role="region" tabindex="0" aria-label="{html.escape(caption or label)}" '
+        f'style="overflow-x:auto"><table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def verdict_html(verdict: str | None, sentence: str) -> str:
@@ -100,5 +107,6 @@ def show_figure(figure: Figure, alternative: str, numbers: Sequence[Row] = ()) -
     )
     plt.close(figure)
     if numbers:
-        body = f"<details><summary>The numbers of this figure</summary>{table_html(numbers)}</details>"
+        label = f"Numbers: {alternative}"
+        body = f"<details><summary>The numbers of this figure</summary>{table_html(numbers, label=label)}</details>"
         show_html(body, f"{len(numbers)} rows of numbers")

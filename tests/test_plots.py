@@ -57,6 +57,15 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     ),
     "kl_by_slot": lambda: plots.kl_by_slot([0.5, 0.7, 0.8, 0.9, 1.0], [0.4, 0.6, 0.8, 0.7, 1.1], 77_949),
     "pilot_intervals": lambda: plots.pilot_intervals(PILOT),
+    "run_gains": lambda: plots.run_gains(
+        [
+            {"split": split, "run": run, "gain": gain, "lower": gain - 0.05, "upper": gain + 0.08, "verdict": verdict}
+            for split, run, gain, verdict in (
+                ("dev", "demo", 0.02, "PASS"), ("dev", "demo-null", 0.0, "FAIL"),
+                ("heldout_legal", "demo", 0.41, "PASS"), ("heldout_legal", "demo-null", 0.0, "INCONCLUSIVE"),
+            )
+        ]
+    ),
     "power_curve": lambda: plots.power_curve(POWER, threshold=0.15, estimate=0.2),
     "interval_coverage": lambda: plots.interval_coverage(COVERAGE),
     "training_curves": lambda: plots.training_curves(
