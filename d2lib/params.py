@@ -72,6 +72,8 @@ class AdmissionParams(PhaseParams):
     assembly: str = "assembly"
     g1: str = "g1/g1.json"
     pilot: str = "pilot"
+    policy: str | None = None
+    """YAML that says whose signatures the receipts of capture, g1 and pilot need; without it none."""
 
 
 class StageParams(PhaseParams):

@@ -23,7 +23,7 @@ from d2lib.data.blocks import D2Blocks
 from d2lib.data.k2 import K2Round
 from d2lib.drafter.lora import save_adapter
 from d2lib.errors import ExitStatus, Refused
-from d2lib.files import sha256_file
+from d2lib.files import canonical_json, sha256_file
 from d2lib.train.recipe import RECIPES, Recipe
 
 NAMES = [check.name for check in CHECKS]
@@ -286,6 +286,7 @@ ALONE: list[tuple[str, str, Callable[[AdmittedCase], Any]]] = [
 
 def test_every_check_has_its_negative_control() -> None:
     elsewhere = {"recipe", "pilot source", "verdict, original source", "verdict, today's source", "training blocks"}
+    elsewhere |= {"signatures"}
     assert {name for name, _, _ in ALONE} | elsewhere == set(NAMES)
 
 
@@ -304,8 +305,20 @@ def test_one_check_alone_says_no(
     assert found.identities == {}
     assert len(found.refusals) == 1
     assert "\n" not in found.refusals[0]
-    with pytest.raises(Refused, match="1 of 21 admission checks do not hold"):
+    with pytest.raises(Refused, match="1 of 22 admission checks do not hold"):
         found.require()
+
+
+def test_a_policy_whose_signatures_are_missing_refuses(case: AdmittedCase, tmp_path: Path) -> None:
+    key = {"public": "03a107bff3ce10be1d70dd18e74bc09967e4d6309ba50d5f1ddc8664125531b8"}
+    keyid = "63d00ee3cf4f5c61ad94efa696c68f13b608fe56ecea13fb144a6fd18e9235b9"
+    policy = tmp_path / "policy.yaml"
+    policy.write_bytes(canonical_json({"keys": [key], "phases": {"pilot": {"keys": [keyid]}}}))
+    refused = failing(run_admission(replace(case.inputs, policy=policy), recompute=remembered))
+    assert set(refused) == {"signatures"}
+    assert "pilot has no receipt that could be signed" in refused["signatures"]
+    policy.write_bytes(canonical_json({"keys": [key], "phases": {"finish": {"keys": [keyid]}}}))
+    assert failing(run_admission(replace(case.inputs, policy=policy), recompute=remembered)) == {}
 
 
 def run_with_parity(case: AdmittedCase) -> Admission:
@@ -488,7 +501,7 @@ def test_what_is_missing_or_malformed_is_said_once(
 
 def test_an_empty_folder_gives_every_row(tmp_path: Path) -> None:
     refused = failing(AdmittedCase(tmp_path).run())
-    assert set(refused) == set(NAMES)
+    assert set(refused) == set(NAMES) - {"signatures"}  # without a policy none is required
     assert not any("Traceback" in text for text in refused.values())
 
 

@@ -28,6 +28,7 @@ from d2lib.evidence.sign import (
     check_envelope,
     make_key,
     read_policy,
+    require_signatures,
     sign_receipt,
     statement,
 )
@@ -320,7 +321,31 @@ def test_a_signature_by_a_key_that_the_phase_does_not_name_does_not_count(
     policy = Policy.model_validate_json(json.dumps(value))
     assert {row.state for row in verify(run, policy=policy).rows if not row.holds} == {"unsigned"}
     unlisted = Policy.model_validate_json(json.dumps({**value, "keys": [{"public": other[1].public}]}))
-    assert {row.state for row in verify(run, policy=unlisted).rows if row.state != "holds"} == {"unsigned", "unchecked"}
+    assert {row.state for row in verify(run, policy=unlisted).rows if row.state != "holds"} == {"unsigned"}
+
+
+def test_what_admission_asks_of_signatures(run: Path, other: tuple[Path, PublicKey]) -> None:
+    """Signed as asked; by nobody; by a key that the policy does not list; changed afterwards; no receipt at all."""
+
+    def policy(phase: str, *keys: PublicKey) -> Policy:
+        value = {"keys": [{"public": key.public} for key in keys], "phases": {phase: {"keys": [keys[0].keyid]}}}
+        return Policy.model_validate_json(json.dumps(value))
+
+    assert require_signatures(run, policy("finish", KEY), ("cost_sheet", "finish")) == {"finish": [KEYID]}
+    assert require_signatures(run, policy("train", KEY), ("cost_sheet", "finish")) == {}
+    with pytest.raises(Refused, match="cost_sheet is not signed by whom the policy names"):
+        require_signatures(run, policy("cost_sheet", KEY), ("cost_sheet", "finish"))
+    with pytest.raises(Refused, match="finish is not signed by whom the policy names"):
+        require_signatures(run, policy("finish", other[1], KEY), ("finish",))
+    with pytest.raises(Refused, match="signed with a key that the policy does not list"):
+        require_signatures(run, policy("finish", other[1]), ("finish",))
+    with pytest.raises(Refused, match="pilot has no receipt"):
+        require_signatures(run, policy("pilot", KEY), ("pilot",))
+    receipt = run / "finish" / "attempt-1" / "receipt.json"
+    receipt.chmod(0o644)
+    receipt.write_bytes(receipt.read_bytes() + b" ")
+    with pytest.raises(Refused, match="not the one in the ledger"):
+        require_signatures(run, policy("finish", KEY), ("finish",))
 
 
 @pytest.mark.parametrize(

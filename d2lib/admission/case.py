@@ -34,6 +34,7 @@ class AdmissionInputs:
     assembly: the assembly's folder. g1: g1.json. pilot: the folder of the pilot's receipt.json, with its scores and
     checkpoints. pilot_source: the pilot's source snapshot, by default PILOT/repo. k2: split → K2 file, by default the
     assembly's. head_rows: see d2lib.data.integrity. parity_rounds: so many rounds of every K2 file are drafted again.
+    policy: who must have signed the receipts of capture, g1 and pilot, in the run root that holds the pilot's folder.
     """
 
     assembly: Path
@@ -43,6 +44,7 @@ class AdmissionInputs:
     k2: Mapping[ScoredSplit, Path] | None = None
     head_rows: int | None = None
     parity_rounds: int = 4
+    policy: Path | None = None
 
     @property
     def source(self) -> Path:

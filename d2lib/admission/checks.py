@@ -24,6 +24,7 @@ from d2lib.data.sample import SAMPLED
 from d2lib.drafter.lora import adapter_rank, initialization_sha256, initialize_adapter, load_adapter
 from d2lib.drafter.reference import Reference
 from d2lib.errors import Refused
+from d2lib.evidence.sign import read_policy, require_signatures
 from d2lib.files import canonical_json, inside, read_json, sha256_file, walk
 from d2lib.gates.journal import ScoredSplit
 from d2lib.gates.pilot import PilotVerdict, judge_pilot
@@ -264,6 +265,16 @@ def check_initialization(case: Case) -> str:
     return found
 
 
+def check_signatures(case: Case) -> str:
+    """Where a policy is given, the receipts before admission are signed as it asks."""
+    path = case.inputs.policy
+    if path is None:
+        return "no policy is given, so none is required"
+    signed = require_signatures(case.inputs.pilot.absolute().parent, read_policy(path), ("capture", "g1", "pilot"))
+    text = "; ".join(f"{step} by {', '.join(key[:12] for key in keys)}" for step, keys in signed.items())
+    return text or "the policy asks for none of these"
+
+
 def _agree(case: Case, value: Any) -> str:
     """Compare a recomputed verdict with the recorded one, field by field."""
     where = case.scores_path
@@ -348,5 +359,6 @@ CHECKS: tuple[Check, ...] = (
     Check("frozen sample", "drawn again, the one that was scored", lambda i: i.receipt, check_sample),
     Check("training blocks", "as counted, in the actual sidecars", lambda i: i.assembly, check_blocks),
     Check("initialization", "the pilot's", lambda i: i.receipt, check_initialization),
+    Check("signatures", "as the policy asks", lambda i: i.policy or i.pilot, check_signatures),
 )
 """Every check, in the order of the receipt's table."""

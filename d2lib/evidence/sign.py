@@ -257,6 +257,48 @@ def check_envelope(
     return held, unknown
 
 
+def require_signatures(root: Path, policy: Policy, steps: Sequence[str]) -> dict[str, list[str]]:
+    """The newest done receipts of these steps carry the signatures that a policy asks for.
+
+    Args:
+        root: the run root.
+        steps: PHASE or PHASE-JOB; one that the policy does not name needs none.
+
+    Returns: step → ids of the policy's keys whose signatures hold.
+    Raises:
+        Refused: a signature is missing, does not hold, or is by a key that the policy does not list.
+    """
+    newest = {line.name: line for line in read_ledger(root) if line.status == "done"}
+    found = {}
+    for step in steps:
+        needed = policy.phases.get(step)
+        if needed is None:
+            continue
+        line = newest.get(step)
+        if line is None:
+            raise Refused(f"{step} has no receipt that could be signed", where=root)
+        folder = root / step / f"attempt-{line.attempt}"
+        data = (folder / RECEIPT).read_bytes()
+        if str(sha256_bytes(data)) != line.receipt_json_sha256:
+            raise Refused("a receipt is not the one in the ledger", where=folder / RECEIPT)
+        receipt, path = parse_receipt(data, where=folder / RECEIPT), folder / SIGNATURE
+        held, unknown = check_envelope(path.read_bytes(), receipt, line, policy.by_id) if path.exists() else ((), ())
+        if unknown:
+            raise Refused(
+                "a receipt is signed with a key that the policy does not list", found=min(unknown), where=path
+            )
+        if len(set(held) & set(needed.keys)) < needed.threshold:
+            raise Refused(
+                f"{step} is not signed by whom the policy names",
+                expected=f"{needed.threshold} of {', '.join(needed.keys)}",
+                found=", ".join(sorted(held)) or "none of them",
+                where=path,
+                remedy=f"d2 sign {folder} --key KEY.pem",
+            )
+        found[step] = sorted(held)
+    return found
+
+
 def _strict_envelope(data: bytes) -> dict[str, Any]:
     value = parse_json(data)
     text = "an envelope is malformed"

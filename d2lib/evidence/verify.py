@@ -220,12 +220,10 @@ def _check_signature(run: _Run, line: LedgerLine, receipt: Receipt | None, polic
             run.add("holds", name, f"signed by {', '.join(sorted(held))}")
         if unknown:
             ids = ", ".join(sorted(unknown))
-            run.add(
-                "unchecked",
-                name,
-                "signed with a key that no policy lists" if policy else "signed; no policy",
-                found=ids,
-            )
+            if policy is None:
+                run.add("unchecked", name, "signed; no policy says by whom", found=ids)
+            else:
+                run.add("unsigned", name, "signed with a key that the policy does not list", found=ids)
     if needed is not None and len(held & set(needed.keys)) < needed.threshold:
         run.add(
             "unsigned",
