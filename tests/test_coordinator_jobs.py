@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import signal
 import stat
 import subprocess
@@ -17,12 +18,13 @@ import pytest
 from coordinator_case import PROFILE, Case, is_gone, make_case, private_tmux, tmux, wait_until
 
 from d2lib.coordinator import jobs, sessions
-from d2lib.coordinator.command import main
+from d2lib.coordinator.command import main, parser, plan_of
 from d2lib.coordinator.jobs import check_coordinator
 from d2lib.coordinator.lease import hold, lock_path, read_holder
 from d2lib.coordinator.profile import Job
 from d2lib.errors import Refused
 from d2lib.evidence.ledger import read_ledger
+from d2lib.evidence.status import status
 
 PHASE: dict[Job, str] = {
     "full-fast": "full-train",
@@ -211,6 +213,21 @@ def test_what_changed_since_staging_refuses_before_a_session(host: Host) -> None
     assert said.count("\n") == 1
     assert tmux("list-sessions").returncode != 0
     assert list(host.case.snapshot.glob("*.sh")) == []
+
+
+def test_status_gives_the_very_command_that_comes_next(host: Host) -> None:
+    rows = status(host.case.output)
+    ready = [row for row in rows if row.ready]
+    assert [row.step for row in ready] == ["train-full-fast"]
+    words = shlex.split(str(ready[0].command))
+    assert words[:3] == ["python", "-m", "d2lib.full_stage"]
+    options = parser().parse_args(words[3:])
+    assert (options.execute, options.phase, options.job, options.resume) == (True, "full-train", "full-fast", False)
+    assert plan_of(options) == host.case.plan()
+    host.done("full-fast")
+    assert [row.step for row in status(host.case.output) if row.ready] == ["g2-dev", "g2-legal"]
+    reasons = {row.step: row.why_not for row in status(host.case.output)}
+    assert reasons["g2-general"] == "needs g2-legal, which is not done"
 
 
 def test_a_stage_that_its_receipt_does_not_speak_of_refuses(host: Host) -> None:

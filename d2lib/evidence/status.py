@@ -55,6 +55,27 @@ CHAIN: tuple[Step, ...] = (
 )
 
 
+FULL_CHAIN: tuple[Step, ...] = (
+    Step("admission"),
+    Step("stage", needs=(("admission", "pass"),)),
+    Step("train", "full-fast", needs=(("stage", "pass"),)),
+    Step("g2", "dev", needs=(("train-full-fast", "pass"),)),
+    Step("g2", "legal", needs=(("train-full-fast", "pass"),)),
+    Step("g2", "general", needs=(("train-full-fast", "pass"), ("g2-legal", "done"))),
+    Step("finish", "g2-finish", needs=(("g2-dev", "done"), ("g2-legal", "done"), ("g2-general", "done"))),
+)
+"""The chain of a coordinator's full run (see d2lib.coordinator); its run root is named PILOT-NAMESPACE-full."""
+
+_FULL = "-full"
+_FULL_JOBS = {
+    "train-full-fast": ("full-train", "full-fast"),
+    "g2-dev": ("full-g2", "g2-dev"),
+    "g2-legal": ("full-g2", "g2-legal"),
+    "g2-general": ("full-g2", "g2-general"),
+    "finish-g2-finish": ("finish", "g2-finish"),
+}
+
+
 @dataclass(frozen=True)
 class Row:
     """One step of one run."""
@@ -90,13 +111,17 @@ class _Known:
 
 
 def status(
-    runs: Path, *, chain: Sequence[Step] = CHAIN, params: Path = Path("params"), notebooks: Path = Path("notebooks")
+    runs: Path,
+    *,
+    chain: Sequence[Step] | None = None,
+    params: Path = Path("params"),
+    notebooks: Path = Path("notebooks"),
 ) -> list[Row]:
     """The rows of every run under a folder of runs, or of one run.
 
     Args:
         runs: the folder of runs, or a run root.
-        chain: the steps in order.
+        chain: the steps in order; by default the coordinator's for a root named NAME-full, else the profiles'.
         params: folder of profiles; a run's own is the one with its name.
         notebooks: folder of the phases' notebooks.
 
@@ -106,7 +131,12 @@ def status(
     if not runs.is_dir():
         raise Refused("no runs here", expected="a folder of runs, or runs/NAMESPACE", where=runs)
     roots = [runs] if (runs / LEDGER).exists() else sorted(path for path in runs.iterdir() if path.is_dir())
-    return [row for root in roots for row in run_status(root, chain, params, notebooks)]
+    return [row for root in roots for row in run_status(root, chain or chain_of(root), params, notebooks)]
+
+
+def chain_of(root: Path) -> Sequence[Step]:
+    """The chain that a run root's name says."""
+    return FULL_CHAIN if root.name.endswith(_FULL) else CHAIN
 
 
 def run_status(root: Path, chain: Sequence[Step], params: Path, notebooks: Path) -> list[Row]:
@@ -138,11 +168,34 @@ def run_status(root: Path, chain: Sequence[Step], params: Path, notebooks: Path)
                 when=here.when,
                 detail=detail,
                 ready=why is None,
-                command=command(root, step, params, notebooks) if why is None else None,
+                command=None if why else _next(root, step, known, params, notebooks),
                 why_not=why,
             )
         )
     return rows
+
+
+def _next(root: Path, step: Step, known: Mapping[str, _Known], params: Path, notebooks: Path) -> str:
+    if not root.name.endswith(_FULL):
+        return command(root, step, params, notebooks)
+    staged = known["stage"].receipt
+    flags = "--source … (the flags of the run)" if staged is None else full_flags(root, staged)
+    if step.name in _FULL_JOBS:
+        phase, job = _FULL_JOBS[step.name]
+        flags += f" --execute --phase {phase} --job {job}"
+        if begun := max(numbers(root / step.name), default=0):
+            flags += f" --resume --attempt {begun}"
+    else:
+        flags += " --check-inputs" if step.phase == "admission" else " --execute --phase stage"
+    return f"python -m d2lib.full_stage {flags}"
+
+
+def full_flags(root: Path, staged: Receipt) -> str:
+    """The flags with which a full run was staged, for the shell."""
+    given = {name: value for name, value in staged.parameters.items() if name not in ("run", "profile")}
+    given["profile"] = str(Path(given["source"], staged.parameters["profile"]))
+    named = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    return shlex.join([*named, "--output", str(root)])
 
 
 def command(root: Path, step: Step, params: Path, notebooks: Path) -> str:
