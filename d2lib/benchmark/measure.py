@@ -64,7 +64,7 @@ def in_child(task: str, **arguments: Any) -> dict[str, float]:
     command = [sys.executable, "-m", "d2lib.benchmark.child", task, json.dumps(arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise Unexpected("a measurement failed", found=done.stderr.strip()[-500:], where=task)
+        raise Unexpected("a measurement failed", found=done.stderr.strip().rpartition("\n")[2], where=task)
     figures: dict[str, float] = json.loads(done.stdout)
     return figures
 
