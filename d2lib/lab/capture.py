@@ -209,13 +209,11 @@ def capture(
 
 @dataclass(frozen=True)
 class _Case:
-    """What sampling needs: the target and its name, the prompts, the tokens that end an answer; `text` says what the
-    prompts come from."""
+    """What sampling needs: the target and its name, and the prompts; `text` says what they come from."""
 
     target: LanguageModel
     name: str
     prompts: dict[Group, list[Prompt]]
-    stop_tokens: tuple[int, ...]
     text: dict[str, Any]
 
 
@@ -229,7 +227,7 @@ def _begin_bytes(work: _Capture, counts: dict[Group, dict[Kind, int]]) -> _Case:
     _train_target(work, corpus)
     prompts = draw_prompts(corpus, counts, profile.gen_start, profile.seed)
     text = {kind: {"bytes": corpus.size(kind), "families": len(getattr(corpus, kind))} for kind in ("general", "legal")}
-    return _Case(load_model(work.out), "lab byte LM", prompts, (), text)
+    return _Case(load_model(work.out), "lab byte LM", prompts, text)
 
 
 def _begin_huggingface(work: _Capture, counts: dict[Group, dict[Kind, int]]) -> _Case:
@@ -260,7 +258,7 @@ def _begin_huggingface(work: _Capture, counts: dict[Group, dict[Kind, int]]) -> 
     for prompt in (prompt for group in prompts.values() for prompt in group):
         families.setdefault(prompt.kind, set()).add(prompt.family)
     text = {kind: {"families": len(names)} for kind, names in families.items()}
-    return _Case(load_model(work.out), type(opened.target.model).__name__, prompts, opened.stop_tokens, text)
+    return _Case(load_model(work.out), type(opened.target.model).__name__, prompts, text)
 
 
 def _open(given: HuggingFaceTarget, source: Path, rows: int) -> Opened:
@@ -360,14 +358,14 @@ def _store(work: _Capture, case: _Case, prompts: list[Prompt], folder: Path, wha
                 tile=tile,
                 progress=bar.update,
                 stop=work.stop,
-                stop_tokens=case.stop_tokens,
+                stop_tokens=case.target.stop_tokens,
                 least=profile.least_rows or 0,
             )
             for prompt, tokens in zip(part, sampled, strict=True):
                 if work.stop():
                     raise Interrupted("capture was stopped", where=shards[prompt.id])
                 if not (folder / shards[prompt.id]).exists():
-                    rows = ended_rows(tokens, profile.gen_start, case.stop_tokens)
+                    rows = ended_rows(tokens, profile.gen_start, case.target.stop_tokens)
                     write_sidecar(folder / shards[prompt.id], **canonical_rows(case.target, tokens[:rows]))
     return [_entry(profile, folder, prompt, shards[prompt.id]) for prompt in prompts]
 

@@ -100,13 +100,15 @@ class HuggingFaceModel:
     Args:
         model: from transformers, fp32, in evaluation mode.
         tap_layers: layers whose input is tapped.
+        stop_tokens: tokens that end an answer.
 
     Raises:
         Refused: a layer that the model has not, or logits that are not head · hidden.
     """
 
-    def __init__(self, model: Any, tap_layers: Sequence[int]) -> None:
+    def __init__(self, model: Any, tap_layers: Sequence[int], stop_tokens: Sequence[int] = ()) -> None:
         self.model = model.eval().requires_grad_(False)
+        self.stop_tokens = tuple(stop_tokens)
         self.tap_layers = tuple(tap_layers)
         self.config = model.config.get_text_config()
         layers = int(self.config.num_hidden_layers)
@@ -166,11 +168,10 @@ class HuggingFaceModel:
 
 @dataclass(frozen=True)
 class Opened:
-    """A model as it was found: the target, its tokenizer, the tokens that end an answer."""
+    """A model as it was found: the target and its tokenizer."""
 
     target: HuggingFaceModel
     tokenizer: Any
-    stop_tokens: tuple[int, ...]
 
 
 def open_huggingface(source: Path, tap_layers: Sequence[int], *, rows: int, gguf_file: str | None = None) -> Opened:
@@ -191,6 +192,7 @@ def open_huggingface(source: Path, tap_layers: Sequence[int], *, rows: int, gguf
         source, gguf_file = source.parent, source.name
     if not source.is_dir():
         raise Refused("there is no model", expected="a folder as save_pretrained writes it", found="none", where=source)
+    transformers.utils.logging.disable_progress_bar()
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     if gguf_file is not None:
         options["gguf_file"] = gguf_file
@@ -209,7 +211,7 @@ def open_huggingface(source: Path, tap_layers: Sequence[int], *, rows: int, gguf
     if report["missing_keys"] or report["mismatched_keys"]:
         bad = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
         raise Refused("the model's weights are incomplete", found=f"{len(bad)}: {bad[0]}", where=source)
-    target = HuggingFaceModel(model, tap_layers)
+    target = HuggingFaceModel(model, tap_layers, _stop_tokens(model, tokenizer))
     context = getattr(target.config, "max_position_embeddings", None)
     if context is not None and context < rows:
         raise Refused(
@@ -220,7 +222,7 @@ def open_huggingface(source: Path, tap_layers: Sequence[int], *, rows: int, gguf
             remedy="capture shorter sequences (rows)",
         )
     _check_tokenizer(tokenizer, target, source)
-    return Opened(target, tokenizer, _stop_tokens(model, tokenizer))
+    return Opened(target, tokenizer)
 
 
 def _check_tokenizer(tokenizer: Any, target: HuggingFaceModel, where: Path) -> None:
@@ -276,6 +278,7 @@ def describe_huggingface(target: HuggingFaceModel) -> dict[str, Any]:
         "architecture": type(target.model).__name__,
         "config": json.loads(json.dumps(config, default=str)),
         "tap_layers": list(target.tap_layers),
+        "stop_tokens": list(target.stop_tokens),
     }
 
 
@@ -306,7 +309,7 @@ def load_huggingface(folder: Path) -> HuggingFaceModel:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(stored, strict=False)
     model.tie_weights()
-    return HuggingFaceModel(model, described["tap_layers"])
+    return HuggingFaceModel(model, described["tap_layers"], described["stop_tokens"])
 
 
 def _distinct(model: Any) -> dict[str, Tensor]:

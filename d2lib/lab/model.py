@@ -42,6 +42,11 @@ class LanguageModel(Protocol):
         """The layers whose input residual is tapped, in the order of concatenation."""
         ...
 
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        ...
+
     def cache(self, batch: int, capacity: int) -> Any:
         """A `Cache` for `batch` sequences of up to `capacity` rows."""
         ...

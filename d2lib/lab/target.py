@@ -141,6 +141,11 @@ class Target(nn.Module):
         """The tapped layers, in the order of concatenation."""
         return self.config.tap_layers
 
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """None: text in bytes does not end."""
+        return ()
+
     def cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for `batch` sequences of up to `capacity` rows."""
         return KVCache.empty(self.config, batch, capacity)
