@@ -343,11 +343,12 @@ def _store(work: _Capture, case: _Case, prompts: list[Prompt], folder: Path, wha
     profile, tile = work.profile, work.profile.sampling_tile
     (folder / "shards").mkdir(parents=True, exist_ok=True)
     shards = {prompt.id: f"shards/{prompt.id}.safetensors" for prompt in prompts}
-    with work.step(f"{what}: sampling and taps", len(prompts) * (profile.rows - profile.gen_start), "token") as bar:
+    span = profile.rows - profile.gen_start
+    with work.step(f"{what}: sampling and taps", 2 * len(prompts) * span, "row") as bar:
         for start in range(0, len(prompts), tile):
             part = prompts[start : start + tile]
             if all((folder / shards[prompt.id]).exists() for prompt in part):
-                bar.update(len(part) * (profile.rows - profile.gen_start))
+                bar.update(2 * len(part) * span)
                 continue
             sampled = sample(
                 case.target,
@@ -367,6 +368,7 @@ def _store(work: _Capture, case: _Case, prompts: list[Prompt], folder: Path, wha
                 if not (folder / shards[prompt.id]).exists():
                     rows = ended_rows(tokens, profile.gen_start, case.target.stop_tokens)
                     write_sidecar(folder / shards[prompt.id], **canonical_rows(case.target, tokens[:rows]))
+                bar.update(span)
     return [_entry(profile, folder, prompt, shards[prompt.id]) for prompt in prompts]
 
 

@@ -8,8 +8,10 @@ neither the folder nor the `gguf` package.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -192,15 +194,15 @@ def open_huggingface(source: Path, tap_layers: Sequence[int], *, rows: int, gguf
         source, gguf_file = source.parent, source.name
     if not source.is_dir():
         raise Refused("there is no model", expected="a folder as save_pretrained writes it", found="none", where=source)
-    transformers.utils.logging.disable_progress_bar()
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     if gguf_file is not None:
         options["gguf_file"] = gguf_file
     try:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=torch.float32, output_loading_info=True, **options
-        )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+        with contextlib.redirect_stderr(io.StringIO()):  # bars of its own that no log can hold
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+                source, dtype=torch.float32, output_loading_info=True, **options
+            )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise Refused(
             "transformers cannot load this model",

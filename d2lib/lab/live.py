@@ -360,9 +360,11 @@ def _judge(
 
 @torch.no_grad()
 def _draft_margin(drafter: Reference, blocks: D2Blocks, request: str, played: LiveRound, slot: int) -> float:
-    """How much the drafter, on the stored rows, prefers its own token at a slot to the one that was drafted live."""
+    """How much the drafter, on the stored rows, prefers its own token at a slot to the one that was drafted live; 1
+    when that is the same token, which rounding then does not explain."""
     logits = drafter.forward(blocks.rounds_batch(request, [played.anchor]).round(0)).logits[slot]
-    return float((logits.max() - logits[played.drafts[slot]]) / logits.abs().max())
+    drafted = played.drafts[slot]
+    return 1.0 if int(logits.argmax()) == drafted else float((logits.max() - logits[drafted]) / logits.abs().max())
 
 
 def _scorer(drafter: Reference, blocks: D2Blocks) -> Scorer:
