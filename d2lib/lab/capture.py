@@ -8,6 +8,7 @@ folder from the files that are finished, and only with the same sources and para
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 import shutil
 import time
@@ -33,7 +34,6 @@ from d2lib.lab.corpus import Corpus, Kind, SourceFile, read_corpus
 from d2lib.lab.decode import Stream, decode_live
 from d2lib.lab.hf_target import (
     HuggingFaceTarget,
-    Opened,
     describe_huggingface,
     open_huggingface,
     source_files,
@@ -236,7 +236,9 @@ def _begin_huggingface(work: _Capture, counts: dict[Group, dict[Kind, int]]) -> 
     given = profile.target
     folder, source = work.inputs["prompts"], work.inputs["target"]
     with work.step("target", 1, "model"):
-        opened = _open(given, source, profile.rows)  # type: ignore[arg-type]
+        opened = open_huggingface(
+            source, given.tap_layers, rows=profile.rows, gguf_file=getattr(given, "gguf_file", None)
+        )
         found = {"dim": opened.target.head.shape[1], "vocab_size": opened.target.head.shape[0]}
         for name, value in found.items():
             if getattr(profile.drafter, name) != value:
@@ -248,12 +250,15 @@ def _begin_huggingface(work: _Capture, counts: dict[Group, dict[Kind, int]]) -> 
                 )
         prompts = draw_prompt_files(folder, counts, opened.tokenizer, profile.gen_start)
         sources = [*prompt_sources(folder, counts), *source_files(source)]
-        _describe(work, sources, describe_huggingface(opened.target))
+        versions = {"transformers": importlib.metadata.version("transformers")}
+        _describe(work, sources, describe_huggingface(opened.target), versions)
         if not path.exists():
             write_huggingface(path, opened.target)
         tokenizer = work.out / "tokenizer"
         if not tokenizer.exists():
-            opened.tokenizer.save_pretrained(tokenizer)
+            working = work.out / ".tokenizer.part"
+            opened.tokenizer.save_pretrained(working)
+            working.rename(tokenizer)
     families: dict[str, set[str]] = {}
     for prompt in (prompt for group in prompts.values() for prompt in group):
         families.setdefault(prompt.kind, set()).add(prompt.family)
@@ -261,13 +266,9 @@ def _begin_huggingface(work: _Capture, counts: dict[Group, dict[Kind, int]]) -> 
     return _Case(load_model(work.out), type(opened.target.model).__name__, prompts, text)
 
 
-def _open(given: HuggingFaceTarget, source: Path, rows: int) -> Opened:
-    return open_huggingface(
-        source, given.tap_layers, rows=rows, gguf_file=None if source.is_file() else given.gguf_file
-    )
-
-
-def _describe(work: _Capture, sources: Sequence[SourceFile], target: dict[str, Any]) -> None:
+def _describe(
+    work: _Capture, sources: Sequence[SourceFile], target: dict[str, Any], versions: Mapping[str, str] | None = None
+) -> None:
     """provenance.json, target.json and drafter.json: what the case is made from."""
     profile = work.profile
     work.once(
@@ -282,6 +283,7 @@ def _describe(work: _Capture, sources: Sequence[SourceFile], target: dict[str, A
                 "torch": torch.__version__,
                 "numpy": np.__version__,
                 "machine": platform.machine(),
+                **(versions or {}),
             },
             "sources": [source.model_dump(mode="json") for source in sources],
         },

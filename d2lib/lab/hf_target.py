@@ -263,7 +263,7 @@ def source_files(source: Path) -> list[SourceFile]:
     files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
     return [
         SourceFile(
-            kind="general",
+            kind="target",
             name=f"target/{path.name if source.is_file() else path.relative_to(source).as_posix()}",
             size=path.stat().st_size,
             sha256=str(sha256_file(path)),

@@ -11,7 +11,7 @@ does not fit is refused, and so is a preamble that is too short for the shortest
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -68,20 +68,18 @@ def read_prompts(folder: Path, counts: Mapping[Group, Mapping[Kind, int]]) -> di
     return files
 
 
-def prompt_sources(folder: Path, counts: Mapping[Group, Mapping[Kind, int]]) -> list[SourceFile]:
-    """The files that the prompts come from, for the provenance. A file's kind is that of its first family."""
-    found = []
-    for group, wanted in counts.items():
-        path = folder / f"{group}.yaml"
-        kind = next(iter(wanted))
-        found.append(
-            SourceFile(kind=kind, name=f"prompts/{path.name}", size=path.stat().st_size, sha256=str(sha256_file(path)))
+def prompt_sources(folder: Path, groups: Iterable[Group]) -> list[SourceFile]:
+    """The files that the prompts come from, for the provenance."""
+    names = [PREAMBLE, *(f"{group}.yaml" for group in groups)]
+    return [
+        SourceFile(
+            kind="prompts",
+            name=f"prompts/{name}",
+            size=(folder / name).stat().st_size,
+            sha256=str(sha256_file(folder / name)),
         )
-    path = folder / PREAMBLE
-    found.append(
-        SourceFile(kind="general", name=f"prompts/{PREAMBLE}", size=path.stat().st_size, sha256=str(sha256_file(path)))
-    )
-    return found
+        for name in names
+    ]
 
 
 def draw_prompt_files(
