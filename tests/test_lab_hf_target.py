@@ -9,6 +9,7 @@ import pytest
 import torch
 from hf_case import byte_tokenizer, write_llama
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from d2lib.errors import Refused
 from d2lib.files import write_json
@@ -109,6 +110,27 @@ def test_a_model_whose_logits_are_not_its_head_times_its_hidden_state_is_refused
     model.lm_head.register_forward_hook(lambda module, inputs, output: output * 0.5)
     with pytest.raises(Refused, match="not its LM head times"):
         HuggingFaceModel(model, (1,))
+
+
+def test_a_cap_on_the_logits_is_refused_even_where_it_does_not_show(tmp_path: Path) -> None:
+    model = write_llama(tmp_path)
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(Refused, match="a cap on the logits"):
+        HuggingFaceModel(model, (1,))
+
+
+def test_another_architecture_taps_what_enters_its_layers(tmp_path: Path) -> None:
+    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 1}
+    GPT2LMHeadModel(GPT2Config(vocab_size=258, **sizes)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    target = open_huggingface(tmp_path, (1,), rows=64).target
+    seen: list[Tensor] = []
+    hook = target.model.transformer.h[1].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    output = target(TOKENS)
+    hook.remove()
+    assert torch.equal(output.taps, seen[0])
+    with torch.no_grad():
+        torch.testing.assert_close(target.logits(output.hidden), target.model(TOKENS).logits)
 
 
 def test_nothing_there_is_refused(tmp_path: Path) -> None:
