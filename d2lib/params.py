@@ -143,6 +143,20 @@ class CalibrationParams(PhaseParams):
     seed: int = 23
 
 
+class LiveParams(PhaseParams):
+    """live: greedy speculative decoding with the adapted drafter against the target alone."""
+
+    split: Split = "heldout_legal"
+    requests: int = Field(default=6, ge=1)
+    """The first so many of the split."""
+    rows: int | None = Field(default=None, ge=1)
+    """Rows of a decoded sequence, context included; by default as many as the captured one has."""
+    assembly: str = "assembly"
+    admission: str = "admission/admitted.json"
+    output: str = "full"
+    threads: int = Field(default=2, ge=1)
+
+
 SCHEMAS: dict[str, type[PhaseParams]] = {
     "capture": CaptureParams,
     "g1": G1Params,
@@ -155,5 +169,6 @@ SCHEMAS: dict[str, type[PhaseParams]] = {
     "finish": FinishParams,
     "benchmark": BenchmarkParams,
     "gate_calibration": CalibrationParams,
+    "live": LiveParams,
 }
 """Phase → schema of its parameters. A new phase is one class and one line here."""

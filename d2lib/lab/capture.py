@@ -1,51 +1,66 @@
-"""Capture: an assembly made on the spot, from the text of the installation to the live drafter's trajectories.
+"""Capture: an assembly made on the spot, from a target and prompts to the live drafter's trajectories.
 
-Every file is written once, complete or not at all. provenance.json stands first and says what the case is made from; a
-capture that was interrupted goes on in the same folder from the files that are finished, and only with the same text
-and parameters.
+The target is trained here on the text of the installation (a byte LM), or is a causal LM that `transformers` loads
+from a local folder or package, with prompts from data files. Every file is written once, complete or not at all.
+provenance.json stands first and says what the case is made from; a capture that was interrupted goes on in the same
+folder from the files that are finished, and only with the same sources and parameters.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
-import tempfile
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from d2lib.data.blocks import D2Blocks
 from d2lib.data.k2 import K2File, K2Header, K2Round, write_k2
 from d2lib.data.manifest import FileEntry, Manifest, SequenceEntry, Split
 from d2lib.data.sidecar import Sidecar, write_sidecar
 from d2lib.drafter.config import DrafterConfig
-from d2lib.drafter.weights import initialize, load_weights, save_weights, write_tensors
+from d2lib.drafter.weights import initialize, load_weights, read_tensors, save_weights, write_tensors
 from d2lib.errors import Interrupted, Refused
 from d2lib.files import Record, canonical_json, sha256_file, write_json
-from d2lib.lab.corpus import Corpus, Kind, read_corpus
+from d2lib.lab.corpus import Corpus, Kind, SourceFile, read_corpus
 from d2lib.lab.decode import Stream, decode_live
+from d2lib.lab.hf_target import (
+    HuggingFaceTarget,
+    describe_huggingface,
+    open_huggingface,
+    source_files,
+    write_huggingface,
+)
+from d2lib.lab.model import LanguageModel, load_model
 from d2lib.lab.pretrain import PretrainingConfig, pretrain
-from d2lib.lab.prompts import Group, Prompt, draw_prompts
+from d2lib.lab.prompt_files import draw_prompt_files, prompt_sources
+from d2lib.lab.prompts import PRETRAINING, Group, Prompt, draw_prompts
 from d2lib.lab.replay import canonical_rows
-from d2lib.lab.sampling import derive_seed, sample
-from d2lib.lab.target import Target, TargetConfig, load_target
+from d2lib.lab.sampling import derive_seed, ended_rows, sample
+from d2lib.lab.target import Target, TargetConfig
 from d2lib.lab.training import TargetTraining, train_target
 from d2lib.progress import bar as progress_bar
 
 LIVE: tuple[Split, ...] = ("dev", "heldout_legal", "heldout_general")
 """The splits that the live drafter decodes."""
 
-PRETRAINING = "pretraining"
+
+def _kind(value: Any) -> str:
+    """Which kind of target is described; without a `kind` it is the byte LM."""
+    kind = value.get("kind", "bytes") if isinstance(value, dict) else getattr(value, "kind", "bytes")
+    return str(kind)
 
 
 class CaptureProfile(Record):
-    """Every size of a self-made case."""
+    """Every size of a case: of a byte LM that is trained here, or of a Hugging Face target with prompt files."""
 
     namespace: str = Field(min_length=1)
     seed: int = 23
@@ -55,16 +70,23 @@ class CaptureProfile(Record):
     least_general: int = Field(default=1_000_000, ge=0)
     least_legal: int = Field(default=60_000, ge=0)
     """Bytes of text without which there is no case."""
-    target: TargetConfig
-    target_training: TargetTraining
+    target: Annotated[
+        Annotated[TargetConfig, Tag("bytes")] | Annotated[HuggingFaceTarget, Tag("huggingface")], Discriminator(_kind)
+    ]
+    target_training: TargetTraining | None = None
+    """Of the byte LM."""
+    prompts: str | None = None
+    """Folder of prompt files for a Hugging Face target (see d2lib.lab.prompt_files); relative to the run root."""
+    least_rows: int | None = None
+    """Rows of a Hugging Face target's sequence at least; where the answer ends sooner, its end is not drawn."""
     drafter: DrafterConfig
     pretraining: PretrainingConfig
     pretraining_sequences: int = Field(gt=0)
     """Sampled general sequences that the native drafter learns from."""
     gen_start: int = Field(default=128, gt=0)
-    """Rows of context: bytes of a prompt."""
+    """Rows of context: tokens (bytes) of a prompt."""
     rows: int = Field(gt=0)
-    """Rows of a sequence, context included."""
+    """Rows of a sequence, context included; at most so many where an answer can end."""
     temperature: float = Field(gt=0)
     sampling_tile: int = Field(default=66, gt=0)
     sequences: dict[Split, dict[Kind, int]]
@@ -72,16 +94,30 @@ class CaptureProfile(Record):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        bytes_ = isinstance(self.target, TargetConfig)
+        for name, wanted in (("target_training", bytes_), ("prompts", not bytes_), ("least_rows", not bytes_)):
+            if (getattr(self, name) is not None) != wanted:
+                raise ValueError(f"{name} must {'' if wanted else 'not '}be given for this kind of target")
         for name in ("dim", "vocab_size"):
-            if getattr(self.target, name) != getattr(self.drafter, name):
+            if bytes_ and getattr(self.target, name) != getattr(self.drafter, name):
                 raise ValueError(f"target and drafter must have one {name}")
         if self.target.tap_layers != self.drafter.target_layer_ids:
             raise ValueError("the drafter's target_layer_ids must be the target's tap_layers")
-        if self.rows < self.gen_start + 2 or self.rows < self.gen_start + self.drafter.block_size + 1:
-            raise ValueError(f"rows must be at least gen_start + block_size + 1; found {self.rows}")
+        least = self.rows if self.least_rows is None else self.least_rows
+        if not self.gen_start + max(2, self.drafter.block_size + 1) <= least <= self.rows:
+            raise ValueError(f"rows must be at least gen_start + block_size + 1; found {least}")
         if set(self.sequences) != {"train", *LIVE}:
             raise ValueError(f"sequences must name train and {', '.join(LIVE)}")
         return self
+
+    def inputs(self) -> dict[str, Path]:
+        """Label → what the case is made from besides the installation, relative to the run root: to be declared.
+
+        Raises Refused when the package of the target is not installed.
+        """
+        if isinstance(self.target, TargetConfig):
+            return {}
+        return {"target": self.target.source(), "prompts": Path(str(self.prompts))}
 
 
 @dataclass
@@ -92,6 +128,7 @@ class _Capture:
     out: Path
     progress: bool
     stop: Callable[[], bool]
+    inputs: Mapping[str, Path]
     seconds: dict[str, float] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
 
@@ -130,6 +167,7 @@ def capture(
     *,
     progress: bool = False,
     stop: Callable[[], bool] = lambda: False,
+    inputs: Mapping[str, Path] | None = None,
 ) -> dict[str, Any]:
     """Make an assembly.
 
@@ -138,31 +176,30 @@ def capture(
         out: the assembly's folder, new or left by an interrupted capture of the same case.
         progress: show bars.
         stop: asked often; when it says yes, Interrupted is raised and the finished files stay.
+        inputs: where the profile's `inputs` are, if they are not where it says.
 
-    Returns: what was made, as plain data: text, counts, losses, accepted drafts of the live run, seconds of each step.
+    Returns: what was made, as plain data: sources, counts, losses, accepted drafts of the live run, seconds of each
+        step.
 
     Raises:
-        Refused: too little text, or the folder holds another capture.
+        Refused: too little text, a target that does not fit, or the folder holds another capture.
     """
     out.mkdir(parents=True, exist_ok=True)
-    work = _Capture(profile, out, progress, stop)
+    work = _Capture(profile, out, progress, stop, profile.inputs() if inputs is None else inputs)
     threads = torch.get_num_threads()
     torch.set_num_threads(profile.threads)
+    counts: dict[Group, dict[Kind, int]] = {split: profile.sequences[split] for split in profile.sequences}
+    counts[PRETRAINING] = {"general": profile.pretraining_sequences}
     try:
-        corpus = _corpus(work)
-        target = _target(work, corpus)
-        counts: dict[Group, dict[Kind, int]] = {split: profile.sequences[split] for split in profile.sequences}
-        counts[PRETRAINING] = {"general": profile.pretraining_sequences}
-        prompts = draw_prompts(corpus, counts, profile.gen_start, profile.seed)
-        manifest = _sequences(work, target, prompts)
-        _native(work, target, prompts[PRETRAINING])
+        begin = _begin_bytes if isinstance(profile.target, TargetConfig) else _begin_huggingface
+        case = begin(work, counts)
+        manifest = _sequences(work, case)
+        _native(work, case)
         live = {split: _live(work, manifest, split) for split in LIVE}
     finally:
         torch.set_num_threads(threads)
     return {
-        "text": {
-            kind: {"bytes": corpus.size(kind), "families": len(getattr(corpus, kind))} for kind in ("general", "legal")
-        },
+        "text": case.text,
         "counts": manifest.counts().as_dict(),
         "losses": work.losses,
         "live": live,
@@ -170,72 +207,130 @@ def capture(
     }
 
 
-def _corpus(work: _Capture) -> Corpus:
+@dataclass(frozen=True)
+class _Case:
+    """What sampling needs: the target and its name, and the prompts; `text` says what they come from."""
+
+    target: LanguageModel
+    name: str
+    prompts: dict[Group, list[Prompt]]
+    text: dict[str, Any]
+
+
+def _begin_bytes(work: _Capture, counts: dict[Group, dict[Kind, int]]) -> _Case:
     profile = work.profile
     with work.step("text", 1, "corpus"):
         corpus = read_corpus(
             profile.distributions, least_general=profile.least_general, least_legal=profile.least_legal
         )
-        work.once(
-            "provenance.json",
-            {
-                "schema_version": 1,
-                "synthetic": False,
-                "namespace": profile.namespace,
-                "profile": profile.model_dump(mode="json"),
-                "versions": {
-                    "python": platform.python_version(),
-                    "torch": torch.__version__,
-                    "numpy": np.__version__,
-                    "machine": platform.machine(),
-                },
-                "sources": [source.model_dump(mode="json") for source in corpus.sources],
-            },
+        _describe(work, corpus.sources, profile.target.model_dump(mode="json"))
+    _train_target(work, corpus)
+    prompts = draw_prompts(corpus, counts, profile.gen_start, profile.seed)
+    text = {kind: {"bytes": corpus.size(kind), "families": len(getattr(corpus, kind))} for kind in ("general", "legal")}
+    return _Case(load_model(work.out), "lab byte LM", prompts, text)
+
+
+def _begin_huggingface(work: _Capture, counts: dict[Group, dict[Kind, int]]) -> _Case:
+    """Open the model where it is, convert it once, and go on with what was converted."""
+    profile, path = work.profile, work.out / "target.safetensors"
+    given = profile.target
+    folder, source = work.inputs["prompts"], work.inputs["target"]
+    with work.step("target", 1, "model"):
+        opened = open_huggingface(
+            source, given.tap_layers, rows=profile.rows, gguf_file=getattr(given, "gguf_file", None)
         )
-        work.once("target.json", profile.target.model_dump(mode="json"))
-        work.once("drafter.json", profile.drafter.model_dump(mode="json"))
-    return corpus
-
-
-def _target(work: _Capture, corpus: Corpus) -> Target:
-    """Every family of text, held-out ones too: a target knows the world, it is the drafter that is adapted."""
-    path, training = work.out / "target.safetensors", work.profile.target_training
-    if not path.exists():
-        with work.step("target", training.steps, "step") as bar:
-            target = Target(work.profile.target, work.generator("target"))
-            texts = [
-                torch.frombuffer(
-                    bytearray(b"\n".join(b"\n".join(passages) for passages in families.values())), dtype=torch.uint8
+        found = {"dim": opened.target.head.shape[1], "vocab_size": opened.target.head.shape[0]}
+        for name, value in found.items():
+            if getattr(profile.drafter, name) != value:
+                raise Refused(
+                    f"target and drafter must have one {name}",
+                    expected=value,
+                    found=getattr(profile.drafter, name),
+                    where=f"drafter.{name}",
                 )
-                for families in (corpus.legal, corpus.general)
-            ]
-            train_target(
-                target,
-                texts,
-                training,
-                work.generator("target training"),
-                progress=_show(work, "target", bar),
-                stop=work.stop,
+        prompts = draw_prompt_files(folder, counts, opened.tokenizer, profile.gen_start)
+        sources = [*prompt_sources(folder, counts), *source_files(source)]
+        versions = {"transformers": importlib.metadata.version("transformers")}
+        _describe(work, sources, describe_huggingface(opened.target), versions)
+        if not path.exists():
+            write_huggingface(path, opened.target)
+        tokenizer = work.out / "tokenizer"
+        if not tokenizer.exists():
+            working = work.out / ".tokenizer.part"
+            opened.tokenizer.save_pretrained(working)
+            working.rename(tokenizer)
+    families: dict[str, set[str]] = {}
+    for prompt in (prompt for group in prompts.values() for prompt in group):
+        families.setdefault(prompt.kind, set()).add(prompt.family)
+    text = {kind: {"families": len(names)} for kind, names in families.items()}
+    return _Case(load_model(work.out), type(opened.target.model).__name__, prompts, text)
+
+
+def _describe(
+    work: _Capture, sources: Sequence[SourceFile], target: dict[str, Any], versions: Mapping[str, str] | None = None
+) -> None:
+    """provenance.json, target.json and drafter.json: what the case is made from."""
+    profile = work.profile
+    work.once(
+        "provenance.json",
+        {
+            "schema_version": 1,
+            "synthetic": False,
+            "namespace": profile.namespace,
+            "profile": profile.model_dump(mode="json", exclude_none=True),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "numpy": np.__version__,
+                "machine": platform.machine(),
+                **(versions or {}),
+            },
+            "sources": [source.model_dump(mode="json") for source in sources],
+        },
+    )
+    work.once("target.json", target)
+    work.once("drafter.json", profile.drafter.model_dump(mode="json"))
+
+
+def _train_target(work: _Capture, corpus: Corpus) -> None:
+    """Every family of text, held-out ones too: a target knows the world, it is the drafter that is adapted."""
+    path, training, config = work.out / "target.safetensors", work.profile.target_training, work.profile.target
+    if path.exists() or training is None or not isinstance(config, TargetConfig):
+        return
+    with work.step("target", training.steps, "step") as bar:
+        target = Target(config, work.generator("target"))
+        texts = [
+            torch.frombuffer(
+                bytearray(b"\n".join(b"\n".join(passages) for passages in families.values())), dtype=torch.uint8
             )
-            write_tensors(path, target.state_dict())
-    return load_target(work.out)
+            for families in (corpus.legal, corpus.general)
+        ]
+        train_target(
+            target,
+            texts,
+            training,
+            work.generator("target training"),
+            progress=_show(work, "target", bar),
+            stop=work.stop,
+        )
+        write_tensors(path, target.state_dict())
 
 
-def _sequences(work: _Capture, target: Target, prompts: dict[Group, list[Prompt]]) -> Manifest:
+def _sequences(work: _Capture, case: _Case) -> Manifest:
     """Sample every split's sequences and store the target's canonical forward over each."""
     profile, out = work.profile, work.out
     path = out / "MANIFEST.json"
     if path.exists():
         return Manifest.load(path)
-    wanted = [prompt for split in profile.sequences for prompt in prompts[split]]
-    entries = _store(work, target, wanted, out, "sequences")
+    wanted = [prompt for split in profile.sequences for prompt in case.prompts[split]]
+    entries = _store(work, case, wanted, out, "sequences")
     manifest = Manifest(
         namespace=profile.namespace,
-        dim=profile.target.dim,
-        vocab_size=profile.target.vocab_size,
-        n_taps=len(profile.target.tap_layers),
+        dim=profile.drafter.dim,
+        vocab_size=profile.drafter.vocab_size,
+        n_taps=profile.drafter.n_taps,
         target={
-            "name": "lab byte LM",
+            "name": case.name,
             "config": str(sha256_file(out / "target.json")),
             "sha256": str(sha256_file(out / "target.safetensors")),
         },
@@ -245,69 +340,79 @@ def _sequences(work: _Capture, target: Target, prompts: dict[Group, list[Prompt]
     return manifest
 
 
-def _store(work: _Capture, target: Target, prompts: list[Prompt], folder: Path, what: str) -> list[SequenceEntry]:
-    profile = work.profile
-    with work.step(f"{what}: sampling", len(prompts) * (profile.rows - profile.gen_start), "token") as bar:
-        sampled = sample(
-            target,
-            torch.stack([prompt.tokens for prompt in prompts]),
-            [derive_seed(profile.seed, "sample", prompt.id) for prompt in prompts],
-            rows=profile.rows,
-            temperature=profile.temperature,
-            tile=profile.sampling_tile,
-            progress=bar.update,
-            stop=work.stop,
-        )
-    (folder / "shards").mkdir(exist_ok=True)
-    entries = []
-    with work.step(f"{what}: taps", len(prompts), "sequence") as bar:
-        for prompt, tokens in zip(prompts, sampled, strict=True):
-            name = f"shards/{prompt.id}.safetensors"
-            if not (folder / name).exists():
-                if work.stop():
-                    raise Interrupted("capture was stopped", where=name)
-                write_sidecar(folder / name, **canonical_rows(target, tokens))
-            entries.append(
-                SequenceEntry(
-                    id=prompt.id,
-                    split="train" if prompt.group == PRETRAINING else prompt.group,  # type: ignore[arg-type]
-                    family=prompt.family,
-                    rows=profile.rows,
-                    gen_start=profile.gen_start,
-                    file=FileEntry.of(folder, name),
-                )
-            )
-            bar.update()
-    return entries
-
-
-def _native(work: _Capture, target: Target, prompts: list[Prompt]) -> None:
-    """Pre-train the native drafter on sequences of its own, which are not kept."""
-    path, profile = work.out / "native.safetensors", work.profile
-    if path.exists():
-        return
-    with tempfile.TemporaryDirectory(prefix="d2-pretraining-") as name:
-        folder = Path(name)
-        manifest = Manifest(
-            namespace=PRETRAINING,
-            dim=profile.target.dim,
-            vocab_size=profile.target.vocab_size,
-            n_taps=len(profile.target.tap_layers),
-            target={},
-            sequences=tuple(_store(work, target, prompts, folder, PRETRAINING)),
-        )
-        blocks = D2Blocks(manifest, folder, "train", profile.drafter)
-        with work.step("native drafter", profile.pretraining.updates, "update") as bar:
-            fresh = initialize(profile.drafter, target.embed, target.head, work.generator("native"))
-            native = pretrain(
-                fresh,
-                blocks,
-                profile.pretraining,
-                work.generator("pretraining"),
-                progress=_show(work, "native drafter", bar),
+def _store(work: _Capture, case: _Case, prompts: list[Prompt], folder: Path, what: str) -> list[SequenceEntry]:
+    """Sample and store tile by tile, so that an interrupted capture loses one tile at most."""
+    profile, tile = work.profile, work.profile.sampling_tile
+    (folder / "shards").mkdir(parents=True, exist_ok=True)
+    shards = {prompt.id: f"shards/{prompt.id}.safetensors" for prompt in prompts}
+    span = profile.rows - profile.gen_start
+    with work.step(f"{what}: sampling and taps", 2 * len(prompts) * span, "row") as bar:
+        for start in range(0, len(prompts), tile):
+            part = prompts[start : start + tile]
+            if all((folder / shards[prompt.id]).exists() for prompt in part):
+                bar.update(2 * len(part) * span)
+                continue
+            sampled = sample(
+                case.target,
+                torch.stack([prompt.tokens for prompt in part]),
+                [derive_seed(profile.seed, "sample", prompt.id) for prompt in part],
+                rows=profile.rows,
+                temperature=profile.temperature,
+                tile=tile,
+                progress=bar.update,
                 stop=work.stop,
+                stop_tokens=case.target.stop_tokens,
+                least=profile.least_rows or 0,
             )
+            for prompt, tokens in zip(part, sampled, strict=True):
+                if work.stop():
+                    raise Interrupted("capture was stopped", where=shards[prompt.id])
+                if not (folder / shards[prompt.id]).exists():
+                    rows = ended_rows(tokens, profile.gen_start, case.target.stop_tokens)
+                    write_sidecar(folder / shards[prompt.id], **canonical_rows(case.target, tokens[:rows]))
+                bar.update(span)
+    return [_entry(profile, folder, prompt, shards[prompt.id]) for prompt in prompts]
+
+
+def _entry(profile: CaptureProfile, folder: Path, prompt: Prompt, name: str) -> SequenceEntry:
+    return SequenceEntry(
+        id=prompt.id,
+        split="train" if prompt.group == PRETRAINING else prompt.group,  # type: ignore[arg-type]
+        family=prompt.family,
+        rows=len(read_tensors(folder / name)["tokens"]),
+        gen_start=profile.gen_start,
+        file=FileEntry.of(folder, name),
+    )
+
+
+def _native(work: _Capture, case: _Case) -> None:
+    """Pre-train the native drafter on sequences of its own, which are kept until it is finished."""
+    path, profile, folder = work.out / "native.safetensors", work.profile, work.out / PRETRAINING
+    if path.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    manifest = Manifest(
+        namespace=PRETRAINING,
+        dim=profile.drafter.dim,
+        vocab_size=profile.drafter.vocab_size,
+        n_taps=profile.drafter.n_taps,
+        target={},
+        sequences=tuple(_store(work, case, case.prompts[PRETRAINING], folder, PRETRAINING)),
+    )
+    blocks = D2Blocks(manifest, folder, "train", profile.drafter)
+    with work.step("native drafter", profile.pretraining.updates, "update") as bar:
+        fresh = initialize(profile.drafter, case.target.embed, case.target.head, work.generator("native"))
+        native = pretrain(
+            fresh,
+            blocks,
+            profile.pretraining,
+            work.generator("pretraining"),
+            progress=_show(work, "native drafter", bar),
+            stop=work.stop,
+            boundary=folder / "native.pt",
+        )
     save_weights(path, native, profile.drafter)
+    shutil.rmtree(folder)
 
 
 def _live(work: _Capture, manifest: Manifest, split: Split) -> dict[str, float]:

@@ -52,9 +52,9 @@ _BOUNDARY = re.compile(rf"{_RULE}|\f|{_OPENING}", re.MULTILINE | re.IGNORECASE)
 
 
 class SourceFile(Record):
-    """A file that was read: which text it is, its name under its distribution or the standard library, its bytes."""
+    """A file that was read: what it is, its name under its distribution, library or folder, its bytes."""
 
-    kind: Kind
+    kind: Kind | Literal["prompts", "target"]
     name: str
     size: int
     sha256: str

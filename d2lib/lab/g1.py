@@ -12,9 +12,9 @@ from d2lib.data.check import CheckRow
 from d2lib.data.integrity import coverage_rows, integrity_rows
 from d2lib.drafter.batched import BatchedReference
 from d2lib.files import read_json, sha256_file
+from d2lib.lab.model import load_model
 from d2lib.lab.parity import Parity, compare_drafts
 from d2lib.lab.replay import replay_rows
-from d2lib.lab.target import load_target
 
 TOLERANCE = 5e-3
 """A near tie in logits, for those who draft single rounds again."""
@@ -42,7 +42,7 @@ def run_g1(assembly: Assembly, *, progress: Callable[[str], object] = lambda _: 
         progress: called with each part's name before it starts.
     """
     folder, manifest = assembly.folder, assembly.manifest
-    target = load_target(folder)
+    target = load_model(folder)
     progress("G1(a): integrity of every split")
     rows = integrity_rows(manifest, folder, target.head)
     progress("G1(b): exact replay of dev")

@@ -6,7 +6,11 @@ the chance that the slot is accepted.
 
 from __future__ import annotations
 
+import math
+import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from pydantic import Field
@@ -23,6 +27,7 @@ from d2lib.files import Record
 from d2lib.lab.training import warmup_cosine
 
 _FROZEN = ("embed.weight", "head.weight")
+_SAVE_SECONDS = 60.0
 
 
 class PretrainingConfig(Record):
@@ -45,6 +50,7 @@ def pretrain(
     *,
     progress: Callable[[int, float], object] | None = None,
     stop: Callable[[], bool] | None = None,
+    boundary: Path | None = None,
 ) -> Weights:
     """Train a drafter on a split's blocks; embedding and LM head stay the target's.
 
@@ -54,13 +60,24 @@ def pretrain(
         generator: draws the sequences and anchors of every batch.
         progress: called after every update with 1 and the loss.
         stop: asked before every update; when it says yes, Interrupted is raised.
+        boundary: a file in which the state is kept every `_SAVE_SECONDS` and when stopped; where it exists, training
+            goes on from it, to the same bits as without the interruption.
     """
     trained = {name: value.clone().requires_grad_(name not in _FROZEN) for name, value in weights.items()}
     free = [value for value in trained.values() if value.requires_grad]
     optimizer = torch.optim.AdamW(free, lr=config.lr, weight_decay=config.weight_decay, fused=True)
     drafter = FastDrafter(blocks.config, trained)
-    for update in range(config.updates):
-        if stop is not None and stop():
+    first, saved = 0, time.monotonic()
+    if boundary is not None and boundary.exists():
+        first = _restore(boundary, trained, optimizer, generator)
+        if progress is not None:
+            progress(first, math.nan)
+    for update in range(first, config.updates):
+        stopping = stop is not None and stop()
+        if boundary is not None and update > first and (stopping or time.monotonic() - saved > _SAVE_SECONDS):
+            _keep(boundary, update, trained, optimizer, generator)
+            saved = time.monotonic()
+        if stopping:
             raise Interrupted("pre-training was stopped", where=f"update {update} of {config.updates}")
         for group in optimizer.param_groups:
             group["lr"] = config.lr * warmup_cosine(update, config.updates, config.warmup)
@@ -72,6 +89,32 @@ def pretrain(
         if progress is not None:
             progress(1, loss.item())
     return {name: value.detach() for name, value in trained.items()}
+
+
+def _keep(
+    path: Path, update: int, trained: Weights, optimizer: torch.optim.Optimizer, generator: torch.Generator
+) -> None:
+    """Replace the boundary by the state before this update, in one step."""
+    state = {
+        "update": update,
+        "weights": {name: value.detach() for name, value in trained.items() if name not in _FROZEN},
+        "optimizer": optimizer.state_dict(),
+        "generator": generator.get_state(),
+    }
+    working = path.with_name(f".{path.name}.part")
+    torch.save(state, working)
+    os.replace(working, path)
+
+
+def _restore(path: Path, trained: Weights, optimizer: torch.optim.Optimizer, generator: torch.Generator) -> int:
+    """Put a boundary's state in place; returns its update."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    with torch.no_grad():
+        for name, value in state["weights"].items():
+            trained[name].copy_(value)
+    optimizer.load_state_dict(state["optimizer"])
+    generator.set_state(state["generator"])
+    return int(state["update"])
 
 
 def native_loss(drafter: FastDrafter, batch: BlockBatch) -> Tensor:

@@ -16,6 +16,8 @@ from d2lib.lab.sampling import derive_seed
 Group: TypeAlias = str
 """A split, or `pretraining`: the families that the native drafter learns from."""
 
+PRETRAINING: Group = "pretraining"
+
 
 @dataclass(frozen=True)
 class Prompt:

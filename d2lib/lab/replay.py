@@ -19,7 +19,7 @@ from d2lib.data.check import CheckRow, thousands
 from d2lib.data.manifest import Manifest, Split
 from d2lib.data.sidecar import TOP, Sidecar, TensorName
 from d2lib.drafter.reference import teacher_logits
-from d2lib.lab.target import Target
+from d2lib.lab.model import LanguageModel
 
 _BITS = {2: torch.int16, 4: torch.int32}
 
@@ -36,7 +36,7 @@ def one_thread() -> Iterator[None]:
 
 
 @torch.no_grad()
-def canonical_rows(target: Target, tokens: Tensor) -> dict[TensorName, Tensor]:
+def canonical_rows(target: LanguageModel, tokens: Tensor) -> dict[TensorName, Tensor]:
     """Everything that a sidecar stores of a sequence of tokens [L], in the stored types.
 
     The top 20 come from the hidden state as stored (bf16): that is the teacher of every gate.
@@ -44,20 +44,30 @@ def canonical_rows(target: Target, tokens: Tensor) -> dict[TensorName, Tensor]:
     with one_thread():
         output = target(tokens.long().unsqueeze(0))
         hidden = output.hidden[0].bfloat16()
-        logprobs, ids = torch.log_softmax(teacher_logits(target.head, hidden), dim=-1).sort(
-            dim=-1, descending=True, stable=True
-        )
+        logprobs, ids = likeliest(torch.log_softmax(teacher_logits(target.head, hidden), dim=-1))
         return {
             "tokens": tokens.int(),
             "taps": output.taps[0].bfloat16(),
             "hidden": hidden,
-            "top20_ids": ids[:, :TOP].int().contiguous(),
-            "top20_logprobs": logprobs[:, :TOP].contiguous(),
+            "top20_ids": ids.int().contiguous(),
+            "top20_logprobs": logprobs.contiguous(),
         }
 
 
+def likeliest(logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """The TOP largest of [L, V] and their ids, falling; among equals the lower id comes first.
+
+    What a stable sort of the whole vocabulary gives, without one: as many are taken as reach the last place in any row.
+    """
+    least = logprobs.topk(TOP).values[:, -1:]
+    reach = int((logprobs >= least).sum(-1).max())
+    ids = logprobs.topk(reach).indices.sort(-1).values
+    values, order = logprobs.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return values[:, :TOP], ids.gather(-1, order)[:, :TOP]
+
+
 def replay_rows(
-    target: Target,
+    target: LanguageModel,
     manifest: Manifest,
     folder: Path,
     split: Split,

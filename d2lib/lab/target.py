@@ -65,6 +65,10 @@ class KVCache:
         layers = range(config.n_layers)
         return cls([torch.zeros(shape) for _ in layers], [torch.zeros(shape) for _ in layers])
 
+    def rewind(self, length: int) -> None:
+        """Forget the rows from `length` on."""
+        self.length = min(length, self.length)
+
 
 @dataclass(frozen=True)
 class TargetOutput:
@@ -131,6 +135,20 @@ class Target(nn.Module):
             cache.length = start + tokens.shape[1]
         taken = torch.cat([taps[number] for number in c.tap_layers], dim=-1)
         return TargetOutput(taken, F.rms_norm(x, (c.dim,), self.norm, c.norm_eps))
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """The tapped layers, in the order of concatenation."""
+        return self.config.tap_layers
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """None: text in bytes does not end."""
+        return ()
+
+    def cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache for `batch` sequences of up to `capacity` rows."""
+        return KVCache.empty(self.config, batch, capacity)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """head · hidden: [..., dim] to [..., vocab_size]."""

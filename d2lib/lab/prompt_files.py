@@ -1,0 +1,158 @@
+"""Prompts from data files, made into contexts of one length by the target's own chat template.
+
+A folder holds preamble.txt and one GROUP.yaml for each split and for `pretraining`: kind of text → family → prompts.
+A family stands in one file only, and a prompt once.
+
+Every context has exactly `length` tokens, so that every sequence begins alike: the template's system message is the
+preamble, cut after as many tokens as are left beside the prompt and the template's own. A prompt is never cut; one that
+does not fit is refused, and so is a preamble that is too short for the shortest prompt. A tokenizer without a template
+(a base model) gets the cut preamble, then the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import torch
+import yaml
+from pydantic import Field, TypeAdapter, ValidationError
+
+from d2lib.data.manifest import refused_field
+from d2lib.errors import Refused
+from d2lib.files import sha256_file
+from d2lib.lab.corpus import Kind, SourceFile
+from d2lib.lab.prompts import PRETRAINING, Group, Prompt
+
+PREAMBLE = "preamble.txt"
+
+Text = Annotated[str, Field(min_length=1)]
+PromptFile = dict[Kind, dict[Text, list[Text]]]
+_FILE = TypeAdapter(PromptFile)
+_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
+
+
+def read_prompts(folder: Path, counts: Mapping[Group, Mapping[Kind, int]]) -> dict[Group, PromptFile]:
+    """The prompt files of these groups.
+
+    Raises:
+        Refused: a file is missing or malformed, a family stands in two groups, a prompt stands twice, or a split has
+            fewer prompts than are wanted (pretraining may take its prompts again, under another seed).
+    """
+    files: dict[Group, PromptFile] = {}
+    home: dict[str, Group] = {}
+    seen: set[str] = set()
+    for group, wanted in counts.items():
+        path = folder / f"{group}.yaml"
+        try:
+            files[group] = _FILE.validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
+        except OSError as error:
+            raise Refused("a prompt file cannot be read", found=error.strerror, where=path) from None
+        except yaml.YAMLError as error:
+            raise Refused("a prompt file is not YAML", found=" ".join(str(error).split())[:200], where=path) from None
+        except ValidationError as error:
+            raise refused_field("a prompt file is malformed", error, path) from None
+        for families in files[group].values():
+            for family, prompts in families.items():
+                if home.setdefault(family, group) != group:
+                    raise Refused("a family stands in two groups", found=f"{family}: {home[family]}", where=path)
+                for prompt in prompts:
+                    if prompt in seen:
+                        raise Refused("a prompt stands twice", found=prompt[:60], where=f"{path}: {family}")
+                    seen.add(prompt)
+        for kind, number in wanted.items():
+            there = sum(map(len, files[group].get(kind, {}).values()))
+            if there < number and (group != PRETRAINING or not there):
+                raise Refused(f"there are too few {kind} prompts", expected=number, found=there, where=path)
+    return files
+
+
+def prompt_sources(folder: Path, groups: Iterable[Group]) -> list[SourceFile]:
+    """The files that the prompts come from, for the provenance."""
+    names = [PREAMBLE, *(f"{group}.yaml" for group in groups)]
+    return [
+        SourceFile(
+            kind="prompts",
+            name=f"prompts/{name}",
+            size=(folder / name).stat().st_size,
+            sha256=str(sha256_file(folder / name)),
+        )
+        for name in names
+    ]
+
+
+def draw_prompt_files(
+    folder: Path, counts: Mapping[Group, Mapping[Kind, int]], tokenizer: Any, length: int
+) -> dict[Group, list[Prompt]]:
+    """Contexts of `length` tokens for every group, prompts going round the families.
+
+    Raises Refused as `read_prompts` and `Contexts`.
+    """
+    files = read_prompts(folder, counts)
+    contexts = Contexts(tokenizer, (folder / PREAMBLE).read_text(encoding="utf-8").strip(), length)
+    prompts: dict[Group, list[Prompt]] = {group: [] for group in counts}
+    for group, wanted in counts.items():
+        for kind, number in wanted.items():
+            families = files[group].get(kind, {})
+            longest = max(map(len, families.values()), default=0)
+            order = [
+                (family, texts[turn])
+                for turn in range(longest)
+                for family, texts in families.items()
+                if turn < len(texts)
+            ]
+            for place in range(number):
+                family, text = order[place % len(order)]
+                tokens = contexts.tokens(text)
+                prompts[group].append(Prompt(f"{group}-{kind}-{place:03d}", group, kind, f"{kind}/{family}", tokens))
+    return prompts
+
+
+class Contexts:
+    """Contexts of one length.
+
+    Args:
+        tokenizer: from transformers.
+        preamble: the system message, cut to fit.
+        length: tokens of every context.
+    """
+
+    def __init__(self, tokenizer: Any, preamble: str, length: int) -> None:
+        self.tokenizer = tokenizer
+        self.length = length
+        self.preamble = self._ids(preamble)
+
+    def tokens(self, prompt: str) -> torch.Tensor:
+        """[length] int64; raises Refused when prompt and template need more, or the preamble has too few."""
+        before, after = self._frame(prompt)
+        room = self.length - len(before) - len(after)
+        if not 0 <= room <= len(self.preamble):
+            raise Refused(
+                "a prompt does not fit its context" if room < 0 else "the preamble is too short for this prompt",
+                expected=f"{self.length} tokens with the preamble cut to 0 … {len(self.preamble)} of its tokens",
+                found=f"{len(before) + len(after)} without it",
+                where=prompt[:60],
+                remedy="shorten the prompt" if room < 0 else "lengthen the preamble",
+            )
+        return torch.tensor(before + self.preamble[:room] + after)
+
+    def _frame(self, prompt: str) -> tuple[list[int], list[int]]:
+        """What stands before and after the preamble: the template's own tokens, and the prompt."""
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            start = self.tokenizer.bos_token_id
+            return ([] if start is None else [start]), self._ids(f"\n\n{prompt}\n\n")
+        system = [{"role": "system", "content": _MARK}, {"role": "user", "content": prompt}]
+        try:
+            text = self.tokenizer.apply_chat_template(system, tokenize=False, add_generation_prompt=True)
+        except Exception:  # a template that knows no system message raises its own error, of any kind
+            text = self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": f"{_MARK}\n\n{prompt}"}], tokenize=False, add_generation_prompt=True
+            )
+        before, mark, after = cast(str, text).partition(_MARK)
+        if not mark:
+            raise Refused("the chat template drops what it is given", found=text[:80])
+        return self._ids(before), self._ids(after)
+
+    def _ids(self, text: str) -> list[int]:
+        return list(map(int, self.tokenizer(text, add_special_tokens=False)["input_ids"]))

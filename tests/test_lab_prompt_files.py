@@ -1,0 +1,93 @@
+"""Prompt files: the profile's own are sound; contexts of one length that keep the prompt; refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hf_case import byte_tokenizer
+
+from d2lib.errors import Refused
+from d2lib.lab.capture import LIVE, PRETRAINING, CaptureProfile
+from d2lib.lab.prompt_files import Contexts, draw_prompt_files, read_prompts
+
+SMOLLM2 = Path(__file__).parent.parent / "params" / "smollm2"
+
+
+def test_the_profiles_prompts_are_enough_and_no_family_crosses() -> None:
+    given = yaml.safe_load((SMOLLM2 / "capture.yaml").read_text())["profile"]
+    profile = CaptureProfile.model_validate(given)
+    counts = {**profile.sequences, PRETRAINING: {"general": profile.pretraining_sequences}}
+    files = read_prompts(SMOLLM2 / "prompts", counts)
+    families = [family for file in files.values() for kind in file.values() for family in kind]
+    assert len(families) == len(set(families))
+    for split in ("train", *LIVE):
+        for kind, number in profile.sequences[split].items():
+            assert sum(map(len, files[split][kind].values())) == number
+
+
+def test_a_context_is_the_template_with_the_preamble_cut_to_fit() -> None:
+    tokenizer = byte_tokenizer()
+    contexts = Contexts(tokenizer, "abcdefghij" * 20, 100)
+    for prompt in ("What is a lien?", "Draft a clause."):
+        tokens = contexts.tokens(prompt)
+        text = tokenizer.decode(tokens)
+        assert tokens.shape == (100,)
+        assert tokens.dtype == torch.int64
+        assert text.startswith("<s>system\nabcdefghij")
+        assert text.endswith(f"</s>\n<s>user\n{prompt}</s>\n<s>assistant\n")
+
+
+def test_a_model_without_a_template_gets_preamble_and_prompt() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    text = tokenizer.decode(Contexts(tokenizer, "x" * 90, 60).tokens("Why?"))
+    assert text == "<s>" + "x" * 51 + "\n\nWhy?\n\n"
+
+
+def test_a_prompt_is_never_cut() -> None:
+    contexts = Contexts(byte_tokenizer(), "x" * 90, 60)
+    with pytest.raises(Refused, match="does not fit"):
+        contexts.tokens("y" * 61)
+    with pytest.raises(Refused, match="preamble is too short"):
+        Contexts(byte_tokenizer(), "x", 60).tokens("Why?")
+
+
+def _write(folder: Path, **files: object) -> Path:
+    (folder / "preamble.txt").write_text("x" * 90)
+    for name, value in files.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(value))
+    return folder
+
+
+def test_prompts_go_round_the_families_and_pretraining_takes_them_again(tmp_path: Path) -> None:
+    _write(tmp_path, train={"legal": {"a": ["1", "2"], "b": ["3"]}}, pretraining={"general": {"c": ["4"]}})
+    counts = {"train": {"legal": 3}, PRETRAINING: {"general": 2}}
+    drawn = draw_prompt_files(tmp_path, counts, byte_tokenizer(), 60)  # type: ignore[arg-type]
+    assert [prompt.family for prompt in drawn["train"]] == ["legal/a", "legal/b", "legal/a"]
+    first, second = drawn[PRETRAINING]
+    assert first.id != second.id
+    assert torch.equal(first.tokens, second.tokens)
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"train": {"legal": {"a": ["1"]}}}, "too few legal prompts"),
+        ({"train": {"legal": {"a": ["1", "1"]}}}, "stands twice"),
+        ({"train": {"lawful": {"a": ["1", "2"]}}}, "malformed"),
+        ({"train": {"legal": {"a": ["1", ""]}}}, "malformed"),
+        ({}, "cannot be read"),
+    ],
+)
+def test_refusals(tmp_path: Path, files: dict[str, object], says: str) -> None:
+    with pytest.raises(Refused, match=says):
+        read_prompts(_write(tmp_path, **files), {"train": {"legal": 2}})
+
+
+def test_a_family_in_two_files_is_refused(tmp_path: Path) -> None:
+    _write(tmp_path, train={"legal": {"a": ["1"]}}, dev={"legal": {"a": ["2"]}})
+    with pytest.raises(Refused, match="two groups"):
+        read_prompts(tmp_path, {"train": {"legal": 1}, "dev": {"legal": 1}})
