@@ -29,6 +29,7 @@ NUMERICAL_FILES = (
     "__init__.py",
     "errors.py",
     "files.py",
+    "progress.py",
     "drafter/*.py",
     "data/__init__.py",
     "data/blocks.py",

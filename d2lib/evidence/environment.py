@@ -32,10 +32,9 @@ NUMERIC = frozenset(
 """Variables that can change a result; children get them and the record shows them."""
 
 COORDINATOR = "D2_COORDINATOR"
-"""Who executes; a stage checks it in its kernel too."""
+"""Who executes. A stage's kernel gets it, because it checks it too; no other child does."""
 
 ALLOWED = NUMERIC | {
-    COORDINATOR,
     "CONDA_PREFIX",
     "HOME",
     "LANG",
