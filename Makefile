@@ -42,10 +42,11 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The site's pages are also opened in Chromium where there is one, with npm to fetch what drives it.
+# The coordinator's drill runs on the fixture. The site's pages are also opened in Chromium where there is one, with npm to fetch what drives it.
 test: lint fixture
 	! command -v npm >/dev/null || npm ci --prefix tests/browser --no-audit --no-fund
 	$(BIN)/python -m pytest
+	$(BIN)/d2 drill runs/fixture
 	$(BIN)/python -m pytest --nbval-lax --nbval-current-env notebooks
 
 benchmark: install

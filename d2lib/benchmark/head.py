@@ -11,6 +11,7 @@ from torch import Tensor
 from d2lib.benchmark.measure import Row, in_child, medians
 from d2lib.drafter.head_loss import fused_head_loss
 from d2lib.drafter.objectives import Objective, ace, deepspec_mixture, kl, tvd
+from d2lib.errors import Unexpected
 from d2lib.train.arms import slot_statistics
 
 LOSSES: dict[str, Objective] = {"0.1 CE + 0.9 TV": deepspec_mixture, "KL": kl, "TVD": tvd, "ACE": ace}
@@ -79,7 +80,8 @@ class HeadCase:
 
 
 def _gradient(x: Tensor) -> Tensor:
-    assert x.grad is not None
+    if x.grad is None:
+        raise Unexpected("a loss gave no gradient")
     return x.grad
 
 
