@@ -39,9 +39,9 @@ def dataset(*, folder: str, dim: int, threads: int) -> dict[str, float]:
     with Peak() as opened:
         blocks = D2Blocks(Manifest.load(Path(folder, "MANIFEST.json")), Path(folder), "train", config)
     seconds = time.perf_counter() - began
-    before = _pages()
+    before = _pages(folder)
     blocks.batch(torch.tensor([len(blocks) // 2]))
-    read = _pages() - before
+    read = _pages(folder) - before
     order = blocks.epoch_order(23, 0)
     return {
         "seconds": seconds,
@@ -52,10 +52,17 @@ def dataset(*, folder: str, dim: int, threads: int) -> dict[str, float]:
     }
 
 
-def _pages() -> int:
-    """Bytes of files that this process has mapped into memory."""
-    with open("/proc/self/status", encoding="ascii") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssFile:"))
+def _pages(folder: str) -> int:
+    """Bytes of a folder's files that this process holds in memory (Linux: smaps)."""
+    total, ours = 0, False
+    with open("/proc/self/smaps", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            words = line.split()
+            if not words[0].endswith(":"):  # a mapping's first line
+                ours = words[-1].startswith(folder)
+            elif ours and words[0] == "Rss:":
+                total += int(words[1]) * 1024
+    return total
 
 
 TASKS: dict[str, Callable[..., dict[str, float]]] = {"head": head, "dataset": dataset}

@@ -58,6 +58,7 @@ def measure_bootstrap(*, repeats: int, resamples: int = 10_000) -> list[Row]:
                 "scipy in batches": lambda: theirs(200),
             },
             repeats,
+            calls=20 if requests < 100 else 1,
         )
         best = min(seconds["scipy"], seconds["scipy in batches"])
         at = f"{requests:,} requests, {resamples:,} resamples"

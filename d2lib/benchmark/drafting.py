@@ -20,8 +20,9 @@ from d2lib.drafter.objectives import OBJECTIVES
 from d2lib.drafter.reference import Reference, teacher_logits
 from d2lib.train.arms import slot_statistics
 
-TOLERANCE = 1e-5
-"""Relative error of losses and adapter gradients between FAST and REF in fp32."""
+TOLERANCES = {"KL": 1e-5, "TVD": 2e-3, "LR": 1e-5, "ACE": 2e-3}
+"""Relative error of losses and adapter gradients between FAST and REF in fp32. The gradient of TV jumps where p = q, so
+that a last bit decides which side of a jump a vocabulary entry is on: with thousands of them, some are on the other."""
 
 
 def fast_update(drafter: FastDrafter, batch: BlockBatch, objective: str) -> float:
@@ -64,8 +65,9 @@ def measure_update(*, blocks: int, repeats: int, **sizes: Any) -> list[Row]:
             repeats,
         )
         rows.append(Row("FAST update", at, "REF update", seconds["ref"] / seconds["fast"], "times faster", ">=", 30))
-        error = max(_disagreement(reference, fast, batch, adapter, objective) for objective in OBJECTIVES)
-        rows.append(Row("FAST update", at, "REF update", error, "largest relative error", "<=", TOLERANCE))
+        for objective, tolerance in TOLERANCES.items():
+            error = _disagreement(reference, fast, batch, adapter, objective)
+            rows.append(Row(f"FAST update, {objective}", at, "REF update", error, "relative error", "<=", tolerance))
     return rows
 
 

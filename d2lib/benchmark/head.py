@@ -16,6 +16,9 @@ from d2lib.train.arms import slot_statistics
 
 LOSSES: dict[str, Objective] = {"0.1 CE + 0.9 TV": deepspec_mixture, "KL": kl, "TVD": tvd, "ACE": ace}
 
+TOLERANCES = {"TVD": 2e-3, "ACE": 2e-3}
+"""Where it is not 1e-5: the gradient of TV jumps where p = q (see d2lib.benchmark.drafting)."""
+
 
 @dataclass(frozen=True)
 class HeadCase:
@@ -103,7 +106,7 @@ def measure_head(*, vocabulary: int, dim: int, blocks: int, repeats: int, thread
         rows += [
             Row(what, at, "plain form", seconds["fused"] / seconds["plain"], "of its time", "<=", 0.75),
             Row(what, at, "three products", seconds["fused"] / seconds["floor"], "of their time", "<=", 1.3),
-            Row(what, at, "plain form", error, "relative error of the gradient", "<=", 1e-5),
+            Row(what, at, "plain form", error, "relative error of the gradient", "<=", TOLERANCES.get(name, 1e-5)),
         ]
     for factor in (1, 4):
         figures = in_child("head", blocks=blocks * factor, vocabulary=vocabulary, dim=dim, threads=threads)

@@ -43,15 +43,22 @@ class Row:
         return asdict(self) | {"met": self.met}
 
 
-def medians(sides: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each side over `repeats` runs; the sides take turns, and one run of each warms up."""
+def medians(sides: Mapping[str, Callable[[], object]], repeats: int, calls: int = 1) -> dict[str, float]:
+    """Median seconds of each side over `repeats` runs; the sides take turns, and one run of each warms up.
+
+    Args:
+        sides: name → what is timed.
+        repeats: runs that count.
+        calls: calls in a run, so that what takes a millisecond is not timed alone; the seconds are those of one.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(repeats + 1):
         for name, run in sides.items():
             began = time.perf_counter()
-            run()
+            for _ in range(calls):
+                run()
             if turn:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append((time.perf_counter() - began) / calls)
     return {name: median(values) for name, values in seconds.items()}
 
 
