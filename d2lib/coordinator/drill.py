@@ -146,7 +146,7 @@ def _before_the_start(drill: Drill, run: Run) -> None:
     stage = ("--execute", "--phase", "stage")
     drill.types("dry render", 0, "nothing was read, started or changed", lambda: run.type(who=None))
     drill.types("stage without identity", 2, "only the coordinator executes", lambda: run.type(*stage, who=None))
-    drill.types("stage before admission", 2, "the inputs are not admitted", lambda: run.type(*stage))
+    drill.types("stage before admission", 2, "admission is not done", lambda: run.type(*stage))
     drill.types("--check-inputs", 0, "", lambda: run.type("--check-inputs", who=None))
     drill.types("stage", 0, "staged", lambda: run.type(*stage))
     drill.types("stage again", 2, "never overwritten", lambda: run.type(*stage))
