@@ -6,7 +6,7 @@
 A file holds a header (canonical JSON: position and identity, its digest beside it) and named plain tensors whose digest
 stands in the header, since torch's archive does not notice a flipped bit. It is read without pickle's code. A name is
 given only to a complete file, so a damaged one never comes from a crash: it is refused, not skipped. No wall time but
-`seconds` enters, hence two runs that agree have equal files but for that.
+`seconds` enters, and NAME.pt leaves that to the boundary of the last update: two runs that agree end in equal files.
 """
 
 from __future__ import annotations

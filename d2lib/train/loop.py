@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,7 +44,10 @@ class Blocks(Protocol):
 
 @dataclass(frozen=True)
 class TrainResult:
-    """A finished run: the adapter, its file, updates, seconds over all attempts, and the metrics by column."""
+    """A finished run: the adapter, its file, updates, seconds, and the metrics by column.
+
+    Seconds are those of all attempts, from the boundary of the last update; 0 where that is gone.
+    """
 
     adapter: Adapter
     path: Path
@@ -151,7 +154,11 @@ def train(
                     raise Interrupted(
                         f"{name} stopped at update {run.update} of {total}", where=last, remedy="resume the same job"
                     )
-        checkpoint.save(final, run.state())
+        state = run.state()
+        boundary = checkpoint.step_path(folder, total)
+        if not boundary.exists():  # the time that the run took stands here, so that equal runs end in equal files
+            checkpoint.save(boundary, state)
+        checkpoint.save(final, replace(state, seconds=0.0))
     return finished(final, config)
 
 
@@ -183,12 +190,14 @@ def finished(path: Path, config: DrafterConfig, bound: Mapping[str, Any] | None 
     rank = adapter_rank(state.adapter, config, where=path)
     if rank != recipe.rank:
         raise Refused("the adapter has another rank than its recipe", expected=recipe.rank, found=rank, where=path)
+    boundary = checkpoint.step_path(path.with_suffix(".checkpoints"), state.total)
+    seconds = checkpoint.load(boundary, state.identity).seconds if boundary.exists() else 0.0
     return TrainResult(
         adapter=dict(state.adapter),
         path=path,
         updates=state.update,
-        seconds=state.seconds,
-        seconds_per_update=state.seconds / state.update,
+        seconds=seconds,
+        seconds_per_update=seconds / state.update,
         metrics=state.metrics,
         initialization=Hashed.parse(state.identity["initialization"]),
     )

@@ -35,5 +35,5 @@ def learning_rate(update: int, total: int, recipe: Recipe) -> float:
         raise Refused("a run has no such update", expected=f"0 … {total - 1}", found=update)
     warmup = math.ceil(recipe.warmup_fraction * total)
     if update < warmup:
-        return recipe.lr * (update + 1) / warmup
-    return recipe.lr * 0.5 * (1 + math.cos(math.pi * (update - warmup) / (total - warmup)))
+        return recipe.lr * ((update + 1) / warmup)
+    return recipe.lr * (0.5 * (1 + math.cos(math.pi * (update - warmup) / (total - warmup))))
