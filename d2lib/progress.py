@@ -45,15 +45,6 @@ def bar(total: int, name: str, unit: str, *, shown: bool = True, **options: Any)
         shown: False for silence.
         options: tqdm's own, e.g. initial, unit_scale.
     """
-    if on_terminal():
-        return tqdm(total=total or None, desc=name, unit=unit, disable=not shown, **options)
-    return tqdm(
-        total=total or None,
-        desc=name,
-        unit=unit,
-        disable=not shown,
-        file=_Lines(),
-        mininterval=LOG_SECONDS,
-        ncols=0,
-        **options,
-    )
+    if not on_terminal():
+        options = {"file": _Lines(), "mininterval": LOG_SECONDS, "ncols": 0} | options
+    return tqdm(total=total or None, desc=name, unit=unit, disable=not shown, **options)

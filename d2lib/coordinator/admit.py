@@ -19,7 +19,7 @@ from d2lib.coordinator.contract import ADMITTED, Foreground, Plan, job_parameter
 from d2lib.coordinator.locked import judge
 from d2lib.coordinator.receipts import check_output, done_receipt
 from d2lib.errors import ExitStatus, Refused
-from d2lib.evidence.environment import COORDINATOR, child_environment, library_sha256
+from d2lib.evidence.environment import child_environment, library_sha256, who_executes
 from d2lib.evidence.layout import RECEIPT
 from d2lib.evidence.receipts import Receipt, record_input
 from d2lib.evidence.run import next_attempt
@@ -67,7 +67,7 @@ def run_foreground(plan: Plan, phase: Foreground) -> ExitStatus:
             stdin=subprocess.DEVNULL,
             cwd=plan.paths.source,
             env=child_environment(
-                ({COORDINATOR: os.environ[COORDINATOR]} if phase == "stage" and COORDINATOR in os.environ else {})
+                who_executes(phase)
                 | {
                     "CUDA_VISIBLE_DEVICES": "",
                     "OMP_NUM_THREADS": str(plan.profile.threads),

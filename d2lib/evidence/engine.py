@@ -24,12 +24,12 @@ from d2lib import __version__
 from d2lib.errors import D2Error, ExitStatus, Refused
 from d2lib.evidence import notebook
 from d2lib.evidence.environment import (
-    COORDINATOR,
     child_environment,
     describe_environment,
     library_folder,
     library_path,
     library_sha256,
+    who_executes,
 )
 from d2lib.evidence.layout import NOTEBOOK, OPENING, RECEIPT, WORKING_NOTEBOOK, Attempt, numbers, parse_output
 from d2lib.evidence.ledger import locked, read_ledger
@@ -299,8 +299,7 @@ def run_cells(nb: Any, attempt: Attempt, opening: Opening, stop: Stop, options: 
         parameters_sha256=opening.parameters_sha256,
     )
     terminal = {TERMINAL: "1"} if sys.stderr.isatty() else {}
-    who = {COORDINATOR: os.environ[COORDINATOR]} if opening.phase == "stage" and COORDINATOR in os.environ else {}
-    environment = child_environment({CONTEXT: context.model_dump_json()} | terminal | who)
+    environment = child_environment({CONTEXT: context.model_dump_json()} | terminal | who_executes(opening.phase))
     path = library_path(environment.get("PYTHONPATH"))
     if path is not None:
         environment["PYTHONPATH"] = path

@@ -70,6 +70,11 @@ def child_environment(
     return kept | dict(extra or {})
 
 
+def who_executes(phase: str) -> dict[str, str]:
+    """`COORDINATOR` as this process has it, for a stage's child; nothing for another phase's."""
+    return {COORDINATOR: os.environ[COORDINATOR]} if phase == "stage" and COORDINATOR in os.environ else {}
+
+
 def library_folder() -> Path:
     """The folder of the d2lib that is running."""
     return Path(os.path.realpath(d2lib.__file__)).parent

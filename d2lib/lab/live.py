@@ -28,19 +28,19 @@ from d2lib.data.sidecar import Sidecar, write_sidecar
 from d2lib.drafter.batch import Round
 from d2lib.drafter.reference import Reference
 from d2lib.errors import Interrupted, Refused
+from d2lib.gates.evaluate import PROBE_ROUNDS
 from d2lib.gates.scoring import Scorer
 from d2lib.lab.model import LanguageModel, load_model
+from d2lib.lab.parity import MARGIN
 from d2lib.lab.replay import canonical_rows
 
 TIE = 1e-5
 """Two of the target's logits tie when they are no further apart than this share of the largest logit's magnitude. On
 SmolLM2-135M, one row at a time and the whole sequence at once differ by 2e-6 at most."""
 
-DRAFT_TIE = 1e-4
+DRAFT_TIE = MARGIN
 """The same for a drafter's logits, as in parity. The taps are stored in bf16, where a last bit that differs in fp32 can
 become one of 256; on SmolLM2-135M that is so in 0.06% of them."""
-
-_PROBE_ROUNDS = 67
 
 
 @dataclass(frozen=True)
@@ -370,7 +370,7 @@ def _draft_margin(drafter: Reference, blocks: D2Blocks, request: str, played: Li
 
 def _scorer(drafter: Reference, blocks: D2Blocks) -> Scorer:
     entry = blocks.entries[0]
-    anchors = list(range(entry.gen_start, entry.rows - 1))[:_PROBE_ROUNDS]
+    anchors = list(range(entry.gen_start, entry.rows - 1))[:PROBE_ROUNDS]
     return Scorer({"arm": drafter}, blocks.rounds_batch(entry.id, anchors))
 
 

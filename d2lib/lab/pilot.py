@@ -18,6 +18,7 @@ from d2lib.data.sample import SAMPLED, frozen_sample
 from d2lib.drafter.lora import save_adapter
 from d2lib.drafter.reference import Reference
 from d2lib.files import read_json, sha256_file, write_json
+from d2lib.gates.evaluate import PROBE_ROUNDS
 from d2lib.gates.pilot import PilotAdapters, PilotScores, PilotVerdict, judge_pilot
 from d2lib.gates.scoring import Scorer, score_sample
 from d2lib.train.loop import TrainResult, finished, train
@@ -102,7 +103,7 @@ def run_pilot(
         **{name: Reference(assembly.config, assembly.weights, arm.adapter) for name, arm in arms.items()},
     }
     request, anchors = next(iter(populations["dev"][1].items()))
-    scorer = Scorer(drafters, assembly.blocks("dev").rounds_batch(request, anchors[:67]))
+    scorer = Scorer(drafters, assembly.blocks("dev").rounds_batch(request, anchors[:PROBE_ROUNDS]))
     found, began = {}, time.monotonic()
     for split in SAMPLED:
         progress(f"scoring {len(sample.rounds[split]):,} sampled rounds of {split}")
