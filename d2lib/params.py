@@ -8,9 +8,9 @@ pilot and from nowhere else.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from d2lib.files import Record
 
@@ -34,17 +34,30 @@ class CaptureParams(PhaseParams):
     profile: dict[str, Any]
 
 
-class G1Params(PhaseParams):
-    """g1: integrity of every split, exact replay of dev, K2 coverage, parity with the live drafts."""
+class AssemblyParams(PhaseParams):
+    """What every phase takes that works on the assembly and its live trajectories."""
 
     assembly: str = "assembly"
+    k2: dict[Split, str] = Field(default_factory=dict)
+    """Split → K2 file, all three, where they lie elsewhere than in the assembly; empty: the assembly's own."""
+
+    @field_validator("k2")
+    @classmethod
+    def _whole(cls, value: dict[Split, str]) -> dict[Split, str]:
+        if value and set(value) != set(get_args(Split)):
+            raise ValueError(f"a file for each of {', '.join(get_args(Split))}, or none")
+        return value
+
+
+class G1Params(AssemblyParams):
+    """g1: integrity of every split, exact replay of dev, K2 coverage, parity with the live drafts."""
+
     threads: int = Field(default=2, ge=1)
 
 
-class PilotParams(PhaseParams):
+class PilotParams(AssemblyParams):
     """pilot: matched FAST and REF arms on the same blocks, judged on the frozen sample."""
 
-    assembly: str = "assembly"
     g1: str = "g1/g1.json"
     objective: Literal["KL", "TVD", "LR", "ACE"]
     learning_rate: float = Field(ge=0)
@@ -66,12 +79,13 @@ class CostSheetParams(PhaseParams):
     """The assembly whose counts are used."""
 
 
-class AdmissionParams(PhaseParams):
+class AdmissionParams(AssemblyParams):
     """admission: every check again, on the CPU, before anything long starts."""
 
-    assembly: str = "assembly"
     g1: str = "g1/g1.json"
     pilot: str = "pilot"
+    pilot_source: str | None = None
+    """The pilot's own source tree; by default PILOT/repo."""
     policy: str | None = None
     """YAML that says whose signatures the receipts of capture, g1 and pilot need; without it none."""
 
@@ -96,10 +110,9 @@ class StageParams(PhaseParams):
     """The coordinator's profile, a path inside the source."""
 
 
-class TrainParams(PhaseParams):
+class TrainParams(AssemblyParams):
     """train: the full run that the admitted pilot qualified."""
 
-    assembly: str = "assembly"
     admission: str = "admission/admitted.json"
     output: str = "full"
     resume: bool = False
@@ -110,11 +123,10 @@ class TrainParams(PhaseParams):
     device: str = "cpu"
 
 
-class G2Params(PhaseParams):
+class G2Params(AssemblyParams):
     """g2: one split's full population, baseline and candidate, in reference arithmetic."""
 
     split: Split
-    assembly: str = "assembly"
     admission: str = "admission/admitted.json"
     output: str = "full"
     threads: int = Field(default=2, ge=1)

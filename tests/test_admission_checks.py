@@ -19,11 +19,14 @@ from d2lib.admission import checks, source
 from d2lib.admission.admit import Admission, run_admission
 from d2lib.admission.case import AdmissionInputs
 from d2lib.admission.checks import CHECKS
+from d2lib.admission.records import SCORED
+from d2lib.data.assembly import Assembly
 from d2lib.data.blocks import D2Blocks
 from d2lib.data.k2 import K2Round
 from d2lib.drafter.lora import save_adapter
 from d2lib.errors import ExitStatus, Refused
-from d2lib.files import canonical_json, sha256_file
+from d2lib.files import canonical_json, sha256_file, write_json
+from d2lib.train.full import Admitted
 from d2lib.train.recipe import RECIPES, Recipe
 
 NAMES = [check.name for check in CHECKS]
@@ -75,6 +78,29 @@ def test_the_good_case_is_admitted(built: AdmittedCase) -> None:
     assert found.as_dict()["admitted"] is True
     built.bind()
     assert failing(built.run()) == {}  # binding again is no change
+
+
+def test_trajectories_and_source_are_read_where_they_are_said_to_lie(built: AdmittedCase, case: AdmittedCase) -> None:
+    """As on a production host, where the K2 files lie beside G1 and the pilot's source in a snapshot of its own."""
+    places = {split: case.root / "beside-g1" / f"{split}.k2_drafts.jsonl" for split in SCORED}
+    for split, place in places.items():
+        place.parent.mkdir(exist_ok=True)
+        case.k2(split).rename(place)
+    source = (case.pilot / "repo").rename(case.root / "source")
+    inputs = replace(case.inputs, k2=places, pilot_source=source)
+    found = run_admission(inputs)
+    assert failing(found) == {}
+    assert found.identities == built.run().identities
+    assert all(str(places[split]) == row.where for row in found.rows for split in SCORED if row.name == f"K2 {split}")
+
+    decoy = case.assembly / "k2"  # the assembly's own files do not count where others are named
+    shutil.copytree(built.assembly / "k2", decoy, dirs_exist_ok=True)
+    lines = places["dev"].read_text().splitlines()
+    places["dev"].write_text("".join(f"{line}\n" for line in lines[:-1]))
+    assert "K2 dev" in failing(run_admission(inputs, recompute=lambda *_: None))
+    write_json(case.root / "admitted.json", found.as_dict())
+    with pytest.raises(Refused, match="k2_dev differs"):
+        Admitted(case.root / "admitted.json").check(Assembly(case.assembly, places))
 
 
 # --- each check alone. A spoiler changes one thing and binds everything else to it.

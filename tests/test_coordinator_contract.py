@@ -136,8 +136,20 @@ def test_flags_are_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("job", ["admission", *JOBS])
 def test_rendered_parameters_fit_the_phases_schema(job: str) -> None:
     values = job_parameters(plan(), job, resume=True)  # type: ignore[arg-type]
+    if job != "g2-finish":
+        assert values["k2"] == {
+            split: f"/nowhere/g1/{split}.k2_drafts.jsonl" for split in ("dev", "heldout_legal", "heldout_general")
+        }
     phase = "admission" if job == "admission" else JOBS[job].notebook  # type: ignore[index]
     validate_parameters(SCHEMAS[phase], values)
+
+
+def test_trajectories_are_named_for_every_split_or_for_none() -> None:
+    values = job_parameters(plan(), "g2-dev")
+    del values["k2"]["heldout_general"]
+    with pytest.raises(Refused, match="the parameter k2 is wrong") as refused:
+        validate_parameters(SCHEMAS["g2"], values)
+    assert "heldout_general" in str(refused.value)
 
 
 def test_names_of_the_first_start_and_of_a_resumption() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from d2lib.admission.recompute import recompute_verdict
 from d2lib.admission.records import G1Receipt, PilotReceipt, load_record, parse_record
 from d2lib.admission.source import MappedFile, check_source
-from d2lib.data.assembly import Assembly
+from d2lib.data.assembly import K2_NAMES, Assembly
 from d2lib.data.k2 import K2File
 from d2lib.data.manifest import Split
 from d2lib.data.sample import SAMPLED, FrozenSample, Population, frozen_sample
@@ -41,7 +41,7 @@ class AdmissionInputs:
     g1: Path
     pilot: Path
     pilot_source: Path | None = None
-    k2: Mapping[ScoredSplit, Path] | None = None
+    k2: Mapping[ScoredSplit, Path] = field(default_factory=dict)
     head_rows: int | None = None
     parity_rounds: int = 4
     policy: Path | None = None
@@ -58,9 +58,8 @@ class AdmissionInputs:
 
     def k2_path(self, split: ScoredSplit) -> Path:
         """A split's K2 file; raises Refused when it is a link."""
-        if self.k2 is None:
-            return inside(self.assembly, f"k2/{split}.k2_drafts.jsonl")
-        return inside(self.k2[split].parent, self.k2[split].name)
+        given = self.k2.get(split)
+        return inside(self.assembly, K2_NAMES[split]) if given is None else inside(given.parent, given.name)
 
 
 class needed(Generic[T]):
@@ -111,7 +110,7 @@ class Case:
     def assembly(self) -> Assembly:
         """The opened assembly, with a valid manifest."""
         inside(self.inputs.assembly, "MANIFEST.json")
-        return Assembly(self.inputs.assembly)
+        return Assembly(self.inputs.assembly, self.inputs.k2)
 
     @needed
     def config(self) -> DrafterConfig:

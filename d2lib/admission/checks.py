@@ -17,6 +17,7 @@ import torch
 from d2lib.admission.case import AdmissionInputs, Case
 from d2lib.admission.records import SCORED, parse_record
 from d2lib.admission.source import check_numerical
+from d2lib.data.assembly import K2_NAMES
 from d2lib.data.blocks import D2Blocks
 from d2lib.data.check import thousands
 from d2lib.data.integrity import integrity_rows
@@ -118,10 +119,11 @@ def check_replay(case: Case) -> str:
 def check_live_sources(case: Case) -> str:
     """Every file that the live run made or used is VALID and has the recorded bytes; the K2 files are among them."""
     where, seen = case.inputs.g1, set()
+    trajectories = {K2_NAMES[split]: case.inputs.k2_path(split) for split in SCORED}
     for source in case.g1.live_sources:
         if source.status != "VALID":
             raise Refused("a live source is withdrawn", expected="VALID", found=source.status, where=source.name)
-        path = inside(case.inputs.assembly, source.name)
+        path = trajectories.get(source.name) or inside(case.inputs.assembly, source.name)
         _same(f"the live source {source.name}", source.sha256, str(sha256_file(path)), where)
         seen.add(source.sha256)
     for name, path in {
@@ -340,7 +342,10 @@ CHECKS: tuple[Check, ...] = (
     Check("G1(a)", "every check holds when computed again", lambda i: i.assembly, check_integrity),
     *(
         Check(
-            f"K2 {split}", "valid, every request to its end", lambda i: i.assembly, partial(check_coverage, split=split)
+            f"K2 {split}",
+            "valid, every request to its end",
+            lambda i, split=split: i.k2.get(split, i.assembly / K2_NAMES[split]),  # type: ignore[misc]
+            partial(check_coverage, split=split),
         )
         for split in SCORED
     ),

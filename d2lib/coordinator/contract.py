@@ -19,6 +19,7 @@ import yaml
 from d2lib.coordinator.profile import Job, Profile
 from d2lib.errors import Refused
 from d2lib.evidence.layout import RECEIPT
+from d2lib.params import Split
 
 Phase = Literal["stage", "full-train", "full-g2", "finish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -26,7 +27,9 @@ Foreground = Literal["admission", "stage"]
 SUFFIX = "-full"
 ADMITTED = "admission/admitted.json"
 """What the admission phase makes, from the run root."""
-INPUTS = ("assembly", "pilot_source", "pilot_receipt", "g1", "k2_dev", "k2_legal", "k2_general")
+K2_FLAGS: dict[Split, str] = {"dev": "k2_dev", "heldout_legal": "k2_legal", "heldout_general": "k2_general"}
+"""Split → the flag that names its live trajectory."""
+INPUTS = ("assembly", "pilot_source", "pilot_receipt", "g1", *K2_FLAGS.values())
 """The flags that name inputs, in the order of the command line."""
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -306,12 +309,13 @@ def job_parameters(plan: Plan, job: Job | Foreground, *, resume: bool = False) -
     """
     paths, profile = plan.paths, plan.profile
     run: dict[str, Any] = {"run": str(paths.output)}
+    data = {
+        "assembly": str(paths.assembly),
+        "k2": {split: str(getattr(paths, flag)) for split, flag in K2_FLAGS.items()},
+    }
     if job == "admission":
-        return run | {
-            "assembly": str(paths.assembly),
-            "g1": str(paths.g1),
-            "pilot": str(paths.pilot_receipt.parent),
-        }
+        pilot = {"pilot": str(paths.pilot_receipt.parent), "pilot_source": str(paths.pilot_source)}
+        return run | data | pilot | {"g1": str(paths.g1)}
     if job == "stage":
         places = {name: str(getattr(paths, name)) for name in ("source", "commit", "snapshot", *INPUTS)}
         return run | places | {"profile": plan.profile_name}
@@ -319,7 +323,7 @@ def job_parameters(plan: Plan, job: Job | Foreground, *, resume: bool = False) -
     shared = run | {"admission": ADMITTED, "output": "."}
     if spec.notebook == "finish":
         return shared
-    shared |= {"assembly": str(paths.assembly), "threads": profile.threads}
+    shared |= data | {"threads": profile.threads}
     if spec.notebook == "g2":
         return shared | {"split": spec.split}
     device = "cpu" if profile.solo_of(job)[1].card is None else "cuda"

@@ -157,10 +157,11 @@ def _before_the_start(drill: Drill, run: Run) -> None:
             return run.start("full-fast")
 
     source = run.plan.repo / "d2lib" / "files.py"
-    shard = min((run.inputs["assembly"] / "shards").iterdir())
+    shard, k2 = min((run.inputs["assembly"] / "shards").iterdir()), run.inputs["k2_legal"]
     parameters = run.plan.parameters_file("full-fast", False)
     drill.types("a changed source file", 2, "d2lib/files.py has other bytes", lambda: with_changed(source))
     drill.types("a changed input", 2, f"{shard.name} has other bytes", lambda: with_changed(shard))
+    drill.types("a changed trajectory", 2, f"{k2.name} has other bytes", lambda: with_changed(k2))
     drill.types("a changed parameter file", 2, "a staged parameter file differs", lambda: with_changed(parameters))
 
     def with_lock() -> Typed:

@@ -17,7 +17,7 @@ import yaml
 
 from d2lib.coordinator import sessions
 from d2lib.coordinator.children import clean_environment, run
-from d2lib.coordinator.contract import JOBS, SUFFIX, Paths, Plan, git_command
+from d2lib.coordinator.contract import JOBS, K2_FLAGS, SUFFIX, Paths, Plan, git_command
 from d2lib.coordinator.lease import lock_path, read_holder
 from d2lib.coordinator.profile import Job, load_profile
 from d2lib.coordinator.receipts import done_receipt
@@ -41,7 +41,7 @@ class Run:
         namespace = pilot.name + SUFFIX
         self.snapshot = folder / "snapshots" / namespace
         self.output = folder / "runs" / namespace
-        self.inputs = find_inputs(pilot)
+        self.inputs = set_apart(find_inputs(pilot), folder / "inputs")
         for made in (self.snapshot.parent, self.output.parent):
             made.mkdir(parents=True)
         paths = Paths(source=source, commit=commit, snapshot=self.snapshot, output=self.output, **self.inputs)
@@ -122,20 +122,28 @@ def find_inputs(pilot: Path) -> dict[str, Path]:
     """The coordinator's inputs in a run root of the chain (capture, g1, pilot); raises Refused when one is missing."""
     if done_receipt(pilot, "pilot") is None:
         raise Refused("the run has no pilot", expected="a receipt of pilot with status done", where=pilot)
-    k2 = pilot / "assembly" / "k2"
     places = {
         "assembly": pilot / "assembly",
         "pilot_source": pilot / "pilot" / "repo",
         "pilot_receipt": pilot / "pilot" / "receipt.json",
         "g1": pilot / "g1" / "g1.json",
-        "k2_dev": k2 / "dev.k2_drafts.jsonl",
-        "k2_legal": k2 / "heldout_legal.k2_drafts.jsonl",
-        "k2_general": k2 / "heldout_general.k2_drafts.jsonl",
+        **{flag: pilot / "assembly" / "k2" / f"{split}.k2_drafts.jsonl" for split, flag in K2_FLAGS.items()},
     }
     for name, path in places.items():
         if not path.exists():
             raise Refused(f"the run has no {name}", where=path, remedy="run the chain up to the pilot first")
     return places
+
+
+def set_apart(places: dict[str, Path], folder: Path) -> dict[str, Path]:
+    """Copy the pilot's source and, beside G1, the trajectories to where only the command line says, as on the host."""
+    moved = {}
+    for name in ("pilot_source", "g1", "k2_dev", "k2_legal", "k2_general"):
+        place = folder / ("source" if name == "pilot_source" else "g1") / places[name].name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if places[name].is_dir() else shutil.copy)(places[name], place)
+        moved[name] = place
+    return places | moved
 
 
 def make_checkout(checkout: Path, folder: Path) -> str:

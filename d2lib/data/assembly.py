@@ -6,6 +6,7 @@ k2/SPLIT.k2_drafts.jsonl  provenance.json
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
@@ -21,6 +22,8 @@ from d2lib.files import Hashed, inside, sha256_file
 ScoredSplit = Literal["dev", "heldout_legal", "heldout_general"]
 SCORED: tuple[ScoredSplit, ...] = get_args(ScoredSplit)
 """The splits that a live K2 trajectory exists for."""
+K2_NAMES: dict[ScoredSplit, str] = {split: f"k2/{split}.k2_drafts.jsonl" for split in SCORED}
+"""Where a split's live K2 trajectory stands in an assembly."""
 
 
 class Assembly:
@@ -28,13 +31,15 @@ class Assembly:
 
     Args:
         folder: the assembly.
+        k2: split → its live K2 trajectory, where these lie elsewhere than in the assembly.
 
     Raises:
         Refused: a file is missing, malformed, or leaves the folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, k2: Mapping[ScoredSplit, Path] | None = None) -> None:
         self.folder = folder
+        self._k2 = dict(k2 or {})
         self.manifest = Manifest.load(folder / "MANIFEST.json")
 
     @cached_property
@@ -66,11 +71,12 @@ class Assembly:
         """A split's blocks; opens the sidecars, reads no rows."""
         return D2Blocks(self.manifest, self.folder, split, self.config)
 
-    def k2_path(self, split: Split) -> Path:
-        """The split's live K2 trajectory."""
-        return inside(self.folder, f"k2/{split}.k2_drafts.jsonl")
+    def k2_path(self, split: ScoredSplit) -> Path:
+        """The split's live K2 trajectory; raises Refused when it is a link."""
+        given = self._k2.get(split)
+        return inside(self.folder, K2_NAMES[split]) if given is None else inside(given.parent, given.name)
 
-    def k2(self, split: Split) -> K2File:
+    def k2(self, split: ScoredSplit) -> K2File:
         """The split's live K2 trajectory, validated."""
         return K2File.load(self.k2_path(split), self.manifest)
 

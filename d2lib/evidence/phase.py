@@ -36,6 +36,7 @@ CONTEXT = "D2_PHASE_CONTEXT"
 _BAR_FROM = 256 << 20
 
 P = TypeVar("P", bound=Record)
+Name = TypeVar("Name", bound=str)
 
 
 class Context(Record):
@@ -159,6 +160,10 @@ class Phase(Generic[P]):
         self._inputs[label] = (place, record)
         self._note({"input": record.model_dump(mode="json")})
         return place
+
+    def inputs(self, label: str, paths: Mapping[Name, str]) -> dict[Name, Path]:
+        """Declare several inputs of one kind, as LABEL_NAME; returns name → the path to read."""
+        return {name: self.input(f"{label}_{name}", path) for name, path in paths.items()}
 
     def output(self, label: str, path: str | Path) -> Path:
         """Declare what the phase makes, before it is made, so that a killed phase's outputs are known too.

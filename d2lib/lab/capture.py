@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from d2lib.data.assembly import K2_NAMES, SCORED, ScoredSplit
 from d2lib.data.blocks import D2Blocks
 from d2lib.data.k2 import K2File, K2Header, K2Round, write_k2
 from d2lib.data.manifest import FileEntry, Manifest, SequenceEntry, Split
@@ -48,9 +49,6 @@ from d2lib.lab.sampling import derive_seed, ended_rows, sample
 from d2lib.lab.target import Target, TargetConfig
 from d2lib.lab.training import TargetTraining, train_target
 from d2lib.progress import bar as progress_bar
-
-LIVE: tuple[Split, ...] = ("dev", "heldout_legal", "heldout_general")
-"""The splits that the live drafter decodes."""
 
 
 def _kind(value: Any) -> str:
@@ -106,8 +104,8 @@ class CaptureProfile(Record):
         least = self.rows if self.least_rows is None else self.least_rows
         if not self.gen_start + max(2, self.drafter.block_size + 1) <= least <= self.rows:
             raise ValueError(f"rows must be at least gen_start + block_size + 1; found {least}")
-        if set(self.sequences) != {"train", *LIVE}:
-            raise ValueError(f"sequences must name train and {', '.join(LIVE)}")
+        if set(self.sequences) != {"train", *SCORED}:
+            raise ValueError(f"sequences must name train and {', '.join(SCORED)}")
         return self
 
     def inputs(self) -> dict[str, Path]:
@@ -195,7 +193,7 @@ def capture(
         case = begin(work, counts)
         manifest = _sequences(work, case)
         _native(work, case)
-        live = {split: _live(work, manifest, split) for split in LIVE}
+        live = {split: _live(work, manifest, split) for split in SCORED}
     finally:
         torch.set_num_threads(threads)
     return {
@@ -415,9 +413,9 @@ def _native(work: _Capture, case: _Case) -> None:
     shutil.rmtree(folder)
 
 
-def _live(work: _Capture, manifest: Manifest, split: Split) -> dict[str, float]:
+def _live(work: _Capture, manifest: Manifest, split: ScoredSplit) -> dict[str, float]:
     """Serve the native drafter over a split's committed tokens and write its trajectory."""
-    path, config = work.out / f"k2/{split}.k2_drafts.jsonl", work.profile.drafter
+    path, config = work.out / K2_NAMES[split], work.profile.drafter
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         streams = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from d2lib.admission.records import G1Receipt, LiveSource, Replay
 from d2lib.admission.records import Parity as ParityRecord
-from d2lib.data.assembly import SCORED, Assembly
+from d2lib.data.assembly import K2_NAMES, SCORED, Assembly
 from d2lib.data.check import CheckRow
 from d2lib.data.integrity import coverage_rows, integrity_rows
 from d2lib.drafter.batched import BatchedReference
@@ -57,7 +57,8 @@ def run_g1(assembly: Assembly, *, progress: Callable[[str], object] = lambda _: 
     rows += [parity.row() for parity in parities]
     entries = manifest.split("dev")
     digests = assembly.identities
-    live = ("target.safetensors", "native.safetensors", *(f"k2/{split}.k2_drafts.jsonl" for split in SCORED))
+    live = {name: folder / name for name in ("target.safetensors", "native.safetensors")}
+    live |= {K2_NAMES[split]: assembly.k2_path(split) for split in SCORED}
     receipt = G1Receipt(
         synthetic=bool(read_json(folder / "provenance.json")["synthetic"]),
         namespace=manifest.namespace,
@@ -82,6 +83,8 @@ def run_g1(assembly: Assembly, *, progress: Callable[[str], object] = lambda _: 
             )
             for split, parity in zip(SCORED, parities, strict=True)
         },
-        live_sources=[LiveSource(name=name, status="VALID", sha256=str(sha256_file(folder / name))) for name in live],
+        live_sources=[
+            LiveSource(name=name, status="VALID", sha256=str(sha256_file(path))) for name, path in live.items()
+        ],
     )
     return G1(rows, parities, receipt)
