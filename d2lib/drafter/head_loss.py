@@ -2,11 +2,14 @@
 
 A tile of whole blocks is taken through student logits, teacher logits, statistics, the objective's derivatives and the
 gradient of the hidden states at once, so that three large matrix products are all there is, and the two logit tiles
-are the only large memory. Everything between the products works in place on vocabulary chunks that stay in cache.
+are the only large memory. The vocabulary is taken in chunks: a chunk's share of a product and the element-wise passes
+next to it run while its logits are in cache, in place, each chunk with a maximum of its own (online softmax, Milakov
+and Gimelshein, arXiv 1805.02867). What concerns one token of the vocabulary, the committed one, never touches a tile.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +18,11 @@ from torch import Tensor
 
 from d2lib.drafter.objectives import Objective, SlotStatistics
 
-TILE_BYTES = 200 << 20
+TILE_BYTES = 230_000_000
 """Of the two logit tiles together."""
 
-CHUNK = 4096
-"""Vocabulary entries that the element-wise passes take at a time."""
+CHUNK = {"cpu": 2048, "cuda": 32768}
+"""Device → vocabulary entries taken at once: on a CPU few enough for its caches, on a GPU enough to fill it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def fused_head_loss(
     objective: Objective,
     *,
     tile_blocks: int | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> HeadLoss:
     """Loss of B blocks under an objective; the gradient reaches `x` only (head and Markov head are frozen).
 
@@ -62,12 +65,15 @@ def fused_head_loss(
         teacher_hidden: [B, K, dim] the target's final hidden states, any float dtype.
         target: [B, K] committed tokens. valid: [B, K] bool.
         objective: the loss of a block from its slots' statistics.
-        tile_blocks: blocks taken at once; by default as many as `TILE_BYTES` hold.
-        chunk: vocabulary entries of an element-wise pass.
+        tile_blocks: blocks taken at once; by default equal tiles as large as `TILE_BYTES` allow.
+        chunk: vocabulary entries taken at once; by default `CHUNK` of x's device.
     """
     blocks, slots, _ = x.shape
     if tile_blocks is None:
-        tile_blocks = max(1, TILE_BYTES // (8 * slots * head.shape[0]))
+        tiles = math.ceil(8 * blocks * slots * head.shape[0] / TILE_BYTES)
+        tile_blocks = math.ceil(blocks / min(tiles, blocks))
+    if chunk is None:
+        chunk = CHUNK[x.device.type]
     loss_sum, kl, tv, ce = _Fused.apply(  # type: ignore[no-untyped-call]
         x, head, markov_rows, markov_head, teacher_hidden, target, valid, objective, tile_blocks, chunk
     )
@@ -92,21 +98,23 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         head, markov_rows, markov_head, teacher_hidden, target, valid, objective, tile_blocks, chunk = arguments
         blocks, slots, dim = x.shape
-        gradient = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        rows = min(tile_blocks, blocks) * slots
-        student = x.new_empty(rows, head.shape[0])
-        teacher = x.new_empty(rows, head.shape[0])
+        gradient = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
+        size = min(tile_blocks, blocks) * slots * head.shape[0]
+        tiles = x.new_empty(size), x.new_empty(size)
         parts, loss_sum = [], x.new_zeros((), dtype=torch.float64)
         for start in range(0, blocks, tile_blocks):
             tile = slice(start, min(start + tile_blocks, blocks))
             ok = valid[tile]
-            count = ok.numel()
-            q, difference = student[:count], teacher[:count]
-            torch.mm(x[tile].reshape(count, dim), head.t(), out=q)
-            q.addmm_(markov_rows[tile].reshape(count, -1), markov_head.t())
-            own = torch.where(ok.unsqueeze(-1), teacher_hidden[tile].float(), 0.0).reshape(count, dim)
-            torch.mm(own, head.t(), out=difference)
-            statistics, signed = _statistics(q, difference, torch.where(ok, target[tile], 0).reshape(count), chunk)
+            rows = _Rows(
+                x[tile].reshape(-1, dim),
+                markov_rows[tile].flatten(0, 1),
+                torch.where(ok.unsqueeze(-1), teacher_hidden[tile].float(), 0.0).flatten(0, 1),
+                torch.where(ok, target[tile], 0).flatten(),
+                head,
+                markov_head,
+            )
+            chunks = _chunks(tiles, len(rows.x), head.shape[0], chunk)
+            statistics, signed = _statistics(rows, chunks)
             leaves = SlotStatistics(*(value.view(ok.shape).to(x.dtype).requires_grad_() for value in statistics))
             with torch.enable_grad():
                 loss = objective(leaves, ok).sum()
@@ -114,8 +122,7 @@ class _Fused(torch.autograd.Function):
             parts.append([leaf.detach() for leaf in (leaves.kl, leaves.tv, leaves.ce)])
             if gradient is not None:
                 slopes = torch.autograd.grad(loss, (leaves.kl, leaves.tv, leaves.ce), allow_unused=True)
-                _logit_gradient(q, difference, signed, target[tile].reshape(count), ok.reshape(count), slopes, chunk)
-                torch.mm(q, head, out=gradient[tile].view(count, dim))
+                _hidden_gradient(gradient[tile].view(-1, dim), rows, chunks, signed, slopes)
         ctx.save_for_backward(gradient)
         kl, tv, ce = (torch.cat(values) for values in zip(*parts, strict=True))
         ctx.mark_non_differentiable(kl, tv, ce)
@@ -127,72 +134,95 @@ class _Fused(torch.autograd.Function):
         return (None if gradient is None else gradient * upstream[0], *([None] * 9))
 
 
-def _statistics(q: Tensor, p: Tensor, target: Tensor, chunk: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """From logits, in place: q becomes the student's distribution, p becomes q - p.
+@dataclass(frozen=True)
+class _Rows:
+    """A tile's slots as rows. x, teacher: [n, dim]; markov: [n, rank]; target: [n]; head, markov_head: all of them."""
 
-    Returns ((kl, tv, ce), Σ_v q_v·sign(q_v - p_v)), each [rows] float64. The totals are taken in float64: KL is a small
+    x: Tensor
+    markov: Tensor
+    teacher: Tensor
+    target: Tensor
+    head: Tensor
+    markov_head: Tensor
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A part of the vocabulary and its contiguous [n, width] places in the two tiles and in a scratch space."""
+
+    span: slice
+    q: Tensor
+    p: Tensor
+    space: Tensor
+
+
+def _chunks(tiles: tuple[Tensor, Tensor], rows: int, vocabulary: int, chunk: int) -> list[_Chunk]:
+    scratch = tiles[0].new_empty(rows * min(chunk, vocabulary))
+    found = []
+    for start in range(0, vocabulary, chunk):
+        span = slice(start, min(start + chunk, vocabulary))
+        width = span.stop - start
+        q, p = (tile[rows * start : rows * span.stop].view(rows, width) for tile in tiles)
+        found.append(_Chunk(span, q, p, scratch[: rows * width].view(rows, width)))
+    return found
+
+
+def _statistics(rows: _Rows, chunks: list[_Chunk]) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Fill the tiles: q with the student's distribution, p with q - p.
+
+    Returns ((kl, tv, ce), Σ_v q_v·sign(q_v - p_v)), each [n] float64. The totals are taken in float64: KL is a small
     difference of large numbers.
     """
-    rows, vocabulary = q.shape
-    bounds = [(start, min(start + chunk, vocabulary)) for start in range(0, vocabulary, chunk)]
-    picked = q.gather(1, target.unsqueeze(1)).squeeze(1).double()
-    top_q, top_p = q.amax(1, keepdim=True), p.amax(1, keepdim=True)
-    mass_q, mass_p, cross = (q.new_zeros(rows, dtype=torch.float64) for _ in range(3))
-    scratch = q.new_empty(rows, min(chunk, vocabulary))
-    for start, stop in bounds:
-        qc, pc, space = q[:, start:stop], p[:, start:stop], scratch[:, : stop - start]
-        qc.sub_(top_q)
-        pc.sub_(top_p)
-        torch.sub(pc, qc, out=space)
-        pc.exp_()
-        qc.exp_()
-        mass_p += pc.sum(1)
-        mass_q += qc.sum(1)
-        cross += space.mul_(pc).sum(1)
-    scale_q, scale_p = mass_q.reciprocal().float().unsqueeze(1), mass_p.reciprocal().float().unsqueeze(1)
-    tv, signed = (q.new_zeros(rows, dtype=torch.float64) for _ in range(2))
-    for start, stop in bounds:
-        qc, pc, space = q[:, start:stop], p[:, start:stop], scratch[:, : stop - start]
-        qc.mul_(scale_q)
-        torch.addcmul(qc, pc, scale_p, value=-1, out=pc)
-        tv += torch.abs(pc, out=space).sum(1)
-        signed += torch.sign(pc, out=space).mul_(qc).sum(1)
-    kl = cross / mass_p - mass_p.log() + mass_q.log()
-    ce = mass_q.log() + top_q.squeeze(1).double() - picked
-    return (kl, tv / 2, ce), signed
+    found = []
+    for part in chunks:
+        head, q, p = rows.head[part.span], part.q, part.p
+        torch.mm(rows.x, head.t(), out=q)
+        q.addmm_(rows.markov, rows.markov_head[part.span].t())
+        torch.mm(rows.teacher, head.t(), out=p)
+        top_q, top_p = q.amax(1, keepdim=True), p.amax(1, keepdim=True)
+        p.sub_(top_p)
+        q.sub_(top_q)
+        torch.sub(p, q, out=part.space)
+        mass_q, mass_p = q.exp_().sum(1), p.exp_().sum(1)
+        found.append((top_q[:, 0], top_p[:, 0], mass_q, mass_p, part.space.mul_(p).sum(1)))
+    top_q, top_p, mass_q, mass_p, cross = (torch.stack(values).double() for values in zip(*found, strict=True))
+    log_q, log_p = ((top + mass.log()).logsumexp(0) for top, mass in ((top_q, mass_q), (top_p, mass_p)))
+    scale_q, scale_p = (top_q - log_q).exp(), (top_p - log_p).exp()
+    kl = (scale_p * (cross + (top_p - top_q) * mass_p)).sum(0) - log_p + log_q
+    tv, signed = torch.zeros_like(kl), torch.zeros_like(kl)
+    for part, by_q, by_p in zip(reversed(chunks), scale_q.float().flip(0), scale_p.float().flip(0), strict=True):
+        part.q.mul_(by_q.unsqueeze(1))
+        torch.addcmul(part.q, part.p, by_p.unsqueeze(1), value=-1, out=part.p)
+        tv += torch.abs(part.p, out=part.space).sum(1)
+        signed += torch.sign(part.p, out=part.space).mul_(part.q).sum(1)
+    chosen = (rows.x * rows.head[rows.target]).sum(1, dtype=torch.float64)
+    chosen += (rows.markov * rows.markov_head[rows.target]).sum(1, dtype=torch.float64)
+    return (kl, tv / 2, log_q - chosen), signed
 
 
-def _logit_gradient(
-    q: Tensor,
-    difference: Tensor,
-    signed: Tensor,
-    target: Tensor,
-    valid: Tensor,
-    slopes: tuple[Tensor | None, ...],
-    chunk: int,
+def _hidden_gradient(
+    out: Tensor, rows: _Rows, chunks: list[_Chunk], signed: Tensor, slopes: tuple[Tensor | None, ...]
 ) -> None:
-    """The loss's derivative by the student's logits, written over q.
+    """The loss's derivative by x, added to `out` [n, dim]; the tiles are used up.
 
-    d KL = q - p; d TV = ½·q·(sign(q - p) - Σ q·sign(q - p)); d CE = q - onehot(target); each times its slope.
+    By the student's logits: d KL = q - p; d TV = ½·q·(sign(q - p) - Σ q·sign(q - p)); d CE = q - onehot(target); each
+    times its slope.
     """
     by_kl, by_tv, by_ce = (None if slope is None or not bool(slope.any()) else slope.reshape(-1, 1) for slope in slopes)
-    own = q.new_zeros(q.shape[0], 1)
+    own = out.new_zeros(len(out), 1)
     if by_ce is not None:
         own = own + by_ce
+        out.sub_(by_ce * rows.head[rows.target])
     if by_tv is not None:
         own = own - 0.5 * by_tv * signed.float().unsqueeze(1)
-    for start in range(0, q.shape[1], chunk):
-        qc, dc = q[:, start : start + chunk], difference[:, start : start + chunk]
-        if by_tv is None and by_ce is None:
-            qc.copy_(dc) if by_kl is not None else qc.zero_()
-            if by_kl is not None:
-                qc.mul_(by_kl)
-            continue
-        if by_tv is None:
-            qc.mul_(own)
-        else:
-            qc.mul_(torch.sign(dc).mul_(0.5 * by_tv).add_(own))
-        if by_kl is not None:
-            qc.addcmul_(dc, by_kl)
-    if by_ce is not None:
-        q.scatter_add_(1, torch.where(valid, target, 0).unsqueeze(1), -by_ce)
+    for part in chunks:
+        q, difference = part.q, part.p
+        if by_tv is not None:
+            q.mul_(torch.addcmul(own, torch.sign(difference, out=part.space), by_tv, value=0.5, out=part.space))
+        elif by_ce is not None:
+            q.mul_(own)
+        if by_kl is not None and by_tv is None and by_ce is None:
+            q = difference.mul_(by_kl)
+        elif by_kl is not None:
+            q.addcmul_(difference, by_kl)
+        out.addmm_(q, rows.head[part.span])
