@@ -10,9 +10,11 @@ It means the same as `Reference` (losses, logits, gradients, to rounding) and ha
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from d2lib.drafter.batch import BlockBatch
@@ -120,7 +122,7 @@ class FastDrafter(Reference):
             q = _rms_norm(q, c.norm_eps)
         q = rotate(q, cos, sin).reshape(rounds, c.block_size * c.n_heads, c.head_dim)
         slots = self._kv(name, h, positions).view(rounds, c.block_size, c.head_dim)
-        bank = torch.cat([context.masked_fill(~context_valid.unsqueeze(-1), 0.0), slots], dim=1)
+        bank = torch.cat([context, slots], dim=1)
         scores = torch.bmm(q.to(self.compute_dtype), bank.transpose(1, 2).to(self.compute_dtype)).float()
         scores = scores * c.head_dim**-0.5
         hidden = F.pad(~context_valid, (0, c.block_size)).unsqueeze(1)
@@ -163,7 +165,8 @@ class FastDrafter(Reference):
         pre = torch.sigmoid(m[:width] * scale[0] + base[:width]) + c.hc_eps
         post = 2 * torch.sigmoid(m[width : 2 * width] * scale[1] + base[width : 2 * width])
         logits = (m[2 * width :] * scale[2] + base[2 * width :]).view(width, width, -1)
-        return Mixes(pre.t(), post.t(), _sinkhorn(logits, c.hc_sinkhorn_iters, c.hc_eps).permute(2, 0, 1))
+        comb = _Sinkhorn.apply(logits, c.hc_sinkhorn_iters, c.hc_eps)  # type: ignore[no-untyped-call]
+        return Mixes(pre.t(), post.t(), comb.permute(2, 0, 1).contiguous())
 
     def _normed_projection(self, x: Tensor, name: str) -> Tensor:
         flat = x.flatten(1)
@@ -175,7 +178,7 @@ class FastDrafter(Reference):
         return torch.bmm(pre.unsqueeze(1), x).squeeze(1)
 
     def _write(self, x: Tensor, h: Tensor, mix: Mixes) -> Tensor:
-        return torch.baddbmm(mix.post.unsqueeze(-1) * h.unsqueeze(1), mix.comb.transpose(1, 2), x)
+        return torch.baddbmm(mix.post.unsqueeze(-1) * h.unsqueeze(1), mix.comb.transpose(1, 2), x.contiguous())
 
 
 def _rms_norm(x: Tensor, eps: float) -> Tensor:
@@ -186,11 +189,26 @@ def _swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
-def _sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
-    """As `layers.sinkhorn`, on [source, destination, N]."""
-    comb = torch.softmax(logits, dim=1) + eps
-    comb = comb / (comb.sum(0, keepdim=True) + eps)
-    for _ in range(iters - 1):
-        comb = comb / (comb.sum(1, keepdim=True) + eps)
-        comb = comb / (comb.sum(0, keepdim=True) + eps)
-    return comb
+class _Sinkhorn(torch.autograd.Function):
+    """As `layers.sinkhorn`, on [source, destination, N]; the backward pass walks back over the divisions."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, iters: int, eps: float) -> Tensor:
+        shares = torch.softmax(logits, dim=1)
+        comb, kept = shares + eps, [shares]
+        for step in range(2 * iters - 1):
+            factor = comb.sum(step % 2, keepdim=True).add_(eps).reciprocal_()
+            comb = comb * factor
+            kept += [comb, factor]
+        ctx.save_for_backward(*kept)
+        return comb
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        shares, *kept = ctx.saved_tensors
+        gradient = upstream
+        for step in reversed(range(len(kept) // 2)):
+            comb, factor = kept[2 * step : 2 * step + 2]
+            gradient = (gradient - (gradient * comb).sum(step % 2, keepdim=True)).mul_(factor)
+        return shares * (gradient - (gradient * shares).sum(1, keepdim=True)), None, None
