@@ -46,5 +46,5 @@ def bar(total: int, name: str, unit: str, *, shown: bool = True, **options: Any)
         options: tqdm's own, e.g. initial, unit_scale.
     """
     if not on_terminal():
-        options = {"file": _Lines(), "mininterval": LOG_SECONDS, "ncols": 0} | options
+        options = {"file": _Lines(), "mininterval": LOG_SECONDS, "miniters": 1, "ncols": 0} | options
     return tqdm(total=total or None, desc=name, unit=unit, disable=not shown, **options)

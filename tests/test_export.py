@@ -250,9 +250,9 @@ def test_changed_evidence_exports_nothing(
         (LOSING, {"forged": {"verdict": "PASS"}, "verdict": "PASS"}, "does not follow from its parts"),
         (LOSING, {"verdict": "PASS"}, "receipt's verdict is not that of g2.json; expected: FAIL; found: PASS"),
         (GAINING, {"verdict": "FAIL"}, "receipt's verdict is not that of g2.json; expected: PASS; found: FAIL"),
-        (GAINING, {"backend": "ref"}, "not trained as admitted: backend differs"),
-        (GAINING, {"recipe": RECIPES["ACE"].model_dump()}, "not trained as admitted: recipe differs"),
-        (GAINING, {"native": "sha256:" + "e" * 64}, "not trained as admitted: native differs"),
+        (GAINING, {"backend": "ref"}, "belongs to another run: backend differs"),
+        (GAINING, {"recipe": RECIPES["ACE"].model_dump()}, r"belongs to another run: recipe\.\w+ differs"),
+        (GAINING, {"native": "sha256:" + "e" * 64}, "belongs to another run: native differs"),
     ],
 )
 def test_a_forgery_whose_digests_all_agree_exports_nothing(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +50,10 @@ class Requirement(Record):
 
     keys: tuple[str, ...] = Field(min_length=1)
     threshold: int = Field(default=1, ge=1)
+
+    def met(self, held: Collection[str]) -> bool:
+        """Whether enough of the keys have signed; held: ids of the keys whose signatures hold."""
+        return len(set(held) & set(self.keys)) >= self.threshold
 
 
 class Policy(Record):
@@ -287,7 +291,7 @@ def require_signatures(root: Path, policy: Policy, steps: Sequence[str]) -> dict
             raise Refused(
                 "a receipt is signed with a key that the policy does not list", found=min(unknown), where=path
             )
-        if len(set(held) & set(needed.keys)) < needed.threshold:
+        if not needed.met(held):
             raise Refused(
                 f"{step} is not signed by whom the policy names",
                 expected=f"{needed.threshold} of {', '.join(needed.keys)}",

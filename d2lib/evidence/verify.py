@@ -224,7 +224,7 @@ def _check_signature(run: _Run, line: LedgerLine, receipt: Receipt | None, polic
                 run.add("unchecked", name, "signed; no policy says by whom", found=ids)
             else:
                 run.add("unsigned", name, "signed with a key that the policy does not list", found=ids)
-    if needed is not None and len(held & set(needed.keys)) < needed.threshold:
+    if needed is not None and not needed.met(held):
         run.add(
             "unsigned",
             name,

@@ -14,7 +14,7 @@ from typing import Any
 
 from d2lib.data.assembly import SCORED
 from d2lib.drafter.config import DrafterConfig, load_config
-from d2lib.drafter.lora import Adapter, adapter_rank
+from d2lib.drafter.lora import Adapter
 from d2lib.drafter.weights import Weights, load_weights
 from d2lib.errors import Refused
 from d2lib.evidence.layout import NOTEBOOK, RECEIPT
@@ -24,8 +24,8 @@ from d2lib.files import inside, read_json, sha256_file
 from d2lib.gates.g2 import G2, SplitPart, bind
 from d2lib.gates.gate import validated
 from d2lib.gates.journal import ScoredSplit
-from d2lib.train.checkpoint import load
 from d2lib.train.full import NAME, Admitted
+from d2lib.train.loop import finished
 from d2lib.train.recipe import Recipe
 
 
@@ -106,23 +106,10 @@ def open_candidate(run: Path, *, unqualified: bool = False) -> Candidate:
     config_path = _located(run, _one(train, "assembly", train.receipt.inputs)) / "drafter.json"
     _same(config_path, g2.identities.drafter, "the drafter's configuration", run)
     config = load_config(config_path)
-    state = load(adapter)
     bound = {**admitted.bound, "run": NAME, "backend": "fast", "recipe": admitted.recipe.model_dump()}
-    for name, expected in bound.items():
-        if state.identity.get(name) != expected:
-            raise Refused(
-                f"the adapter was not trained as admitted: {name} differs",
-                expected=expected,
-                found=state.identity.get(name),
-                where=adapter,
-            )
-    if not state.complete:
-        raise Refused("the adapter's training is not complete", expected=state.total, found=state.update, where=adapter)
-    rank = adapter_rank(state.adapter, config, where=adapter)
-    if rank != admitted.recipe.rank:
-        raise Refused("the adapter has another rank", expected=admitted.recipe.rank, found=rank, where=adapter)
+    trained = finished(adapter, config, bound)
     _same(adapter, g2.identities.adapter, "the adapter", run)  # once more: what was loaded is what was hashed
-    return Candidate(run, finish, train, g2, splits, config, admitted.recipe, dict(state.adapter))
+    return Candidate(run, finish, train, g2, splits, config, admitted.recipe, trained.adapter)
 
 
 def _entries(run: Path, lines: Iterable[LedgerLine], phase: str) -> Iterator[Entry]:

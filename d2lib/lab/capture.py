@@ -21,6 +21,7 @@ from typing import Annotated, Any, Self
 import numpy as np
 import torch
 from pydantic import Discriminator, Field, Tag, model_validator
+from safetensors import safe_open
 
 from d2lib.data.assembly import K2_NAMES, SCORED, ScoredSplit
 from d2lib.data.blocks import D2Blocks
@@ -28,7 +29,7 @@ from d2lib.data.k2 import K2File, K2Header, K2Round, write_k2
 from d2lib.data.manifest import FileEntry, Manifest, SequenceEntry, Split
 from d2lib.data.sidecar import Sidecar, write_sidecar
 from d2lib.drafter.config import DrafterConfig
-from d2lib.drafter.weights import initialize, load_weights, read_tensors, save_weights, write_tensors
+from d2lib.drafter.weights import initialize, load_weights, save_weights, write_tensors
 from d2lib.errors import Interrupted, Refused
 from d2lib.files import Record, canonical_json, sha256_file, write_json
 from d2lib.lab.corpus import Corpus, Kind, SourceFile, read_corpus
@@ -373,11 +374,13 @@ def _store(work: _Capture, case: _Case, prompts: list[Prompt], folder: Path, wha
 
 
 def _entry(profile: CaptureProfile, folder: Path, prompt: Prompt, name: str) -> SequenceEntry:
+    with safe_open(folder / name, framework="pt") as stored:
+        rows = stored.get_slice("tokens").get_shape()[0]
     return SequenceEntry(
         id=prompt.id,
         split="train" if prompt.group == PRETRAINING else prompt.group,  # type: ignore[arg-type]
         family=prompt.family,
-        rows=len(read_tensors(folder / name)["tokens"]),
+        rows=rows,
         gen_start=profile.gen_start,
         file=FileEntry.of(folder, name),
     )

@@ -152,7 +152,12 @@ def load(path: Path, identity: Mapping[str, Any] | None = None) -> State:
     return state
 
 
-def refuse_other(expected: Mapping[str, Any], found: Mapping[str, Any], where: Path) -> None:
+_RESUME = "resume with what the run was begun with, or train into a new folder"
+
+
+def refuse_other(
+    expected: Mapping[str, Any], found: Mapping[str, Any], where: Path, remedy: str | None = _RESUME
+) -> None:
     """Refuse an identity that differs in any field; names the first one."""
     wanted, there = _fields(expected), _fields(found)
     for name in sorted(wanted.keys() | there.keys()):
@@ -162,7 +167,7 @@ def refuse_other(expected: Mapping[str, Any], found: Mapping[str, Any], where: P
                 expected=wanted.get(name, "no such field"),
                 found=there.get(name, "no such field"),
                 where=where,
-                remedy="resume with what the run was begun with, or train into a new folder",
+                remedy=remedy,
             )
 
 

@@ -177,7 +177,7 @@ def finished(path: Path, config: DrafterConfig, bound: Mapping[str, Any] | None 
     if not state.complete:
         raise Refused("the run is not complete", expected=f"{state.total} updates", found=state.update, where=path)
     if bound is not None:
-        checkpoint.refuse_other(bound, {name: state.identity.get(name) for name in bound}, path)
+        checkpoint.refuse_other(bound, {name: state.identity.get(name) for name in bound}, path, remedy=None)
     recipe = Recipe.model_validate(state.identity["recipe"])
     expected = blocks_presented(state.total, state.identity["blocks"], recipe)
     if (state.total, state.position.presented) != (state.identity["total"], expected):
