@@ -74,8 +74,12 @@ class FastDrafter(Reference):
 
     def loss(self, batch: BlockBatch, objective: Objective) -> HeadLoss:
         """The batch's loss: mean over blocks, differentiable by the adapter (the heads stay frozen)."""
+        return self.head_loss(self.hidden(batch), batch, objective)
+
+    def head_loss(self, hidden: Tensor, batch: BlockBatch, objective: Objective) -> HeadLoss:
+        """The same from y [B, K, dim]; differentiable by it, by the last norm and by the Markov tables."""
         return fused_head_loss(
-            self._norm(self.hidden(batch), f"{self.last}.norm"),
+            self._norm(hidden, f"{self.last}.norm"),
             self.weights["head.weight"],
             self._markov_embed(batch.previous),
             self.weights[f"{self.last}.markov_head.head.weight"],

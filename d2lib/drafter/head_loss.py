@@ -10,6 +10,7 @@ and Gimelshein, arXiv 1805.02867). What concerns one token of the vocabulary, th
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +31,8 @@ class HeadLoss:
     """The loss of a batch and what it was made of.
 
     loss: scalar, mean over blocks, differentiable. loss_sum / blocks is the same number as (sum, count).
-    kl, tv, ce: [K] sums over the blocks' valid slots; count: [K] how many those are. accepted: expected accepted draft
-    tokens (Σ_k Π_{i≤k} α_i), summed over blocks.
+    kl, tv, ce: [K] sums over the blocks' valid slots; count: [K] how many those are. alpha: [B, K] the chance 1 - TV
+    that a slot is accepted, 0 where it is not valid.
     """
 
     loss: Tensor
@@ -41,7 +42,12 @@ class HeadLoss:
     tv: Tensor
     ce: Tensor
     count: Tensor
-    accepted: float
+    alpha: Tensor
+
+    @property
+    def accepted(self) -> float:
+        """Expected accepted draft tokens (Σ_k Π_{i≤k} α_i), summed over blocks."""
+        return float(self.alpha.cumprod(1).sum())
 
 
 def fused_head_loss(
@@ -57,7 +63,7 @@ def fused_head_loss(
     tile_blocks: int | None = None,
     chunk: int | None = None,
 ) -> HeadLoss:
-    """Loss of B blocks under an objective; the gradient reaches `x` only (head and Markov head are frozen).
+    """Loss of B blocks under an objective; its gradient reaches x, markov_rows and markov_head (the head is frozen).
 
     Args:
         x: [B, K, dim] normed hidden states, fp32.
@@ -78,7 +84,6 @@ def fused_head_loss(
         x, head, markov_rows, markov_head, teacher_hidden, target, valid, objective, tile_blocks, chunk
     )
     mask = valid.to(kl.dtype)
-    alpha = torch.where(valid, 1 - tv, 0.0)
     return HeadLoss(
         loss=loss_sum / blocks,
         loss_sum=float(loss_sum.detach()),
@@ -87,18 +92,19 @@ def fused_head_loss(
         tv=(tv * mask).sum(0),
         ce=(ce * mask).sum(0),
         count=valid.sum(0),
-        accepted=float(alpha.cumprod(1).sum()),
+        alpha=torch.where(valid, 1 - tv, 0.0),
     )
 
 
 class _Fused(torch.autograd.Function):
-    """(loss sum, kl, tv, ce); the backward pass only scales the gradient that the forward pass made."""
+    """(loss sum, kl, tv, ce); the backward pass only scales the gradients that the forward pass made."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         head, markov_rows, markov_head, teacher_hidden, target, valid, objective, tile_blocks, chunk = arguments
         blocks, slots, dim = x.shape
-        gradient = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
+        wanted = {"x": (0, x), "markov": (2, markov_rows), "markov_head": (3, markov_head)}
+        made = {n: torch.zeros_like(value) for n, (index, value) in wanted.items() if ctx.needs_input_grad[index]}
         size = min(tile_blocks, blocks) * slots * head.shape[0]
         tiles = x.new_empty(size), x.new_empty(size)
         parts, loss_sum = [], x.new_zeros((), dtype=torch.float64)
@@ -120,18 +126,19 @@ class _Fused(torch.autograd.Function):
                 loss = objective(leaves, ok).sum()
             loss_sum += loss.detach().double()
             parts.append([leaf.detach() for leaf in (leaves.kl, leaves.tv, leaves.ce)])
-            if gradient is not None:
+            if made:
                 slopes = torch.autograd.grad(loss, (leaves.kl, leaves.tv, leaves.ce), allow_unused=True)
-                _hidden_gradient(gradient[tile].view(-1, dim), rows, chunks, signed, slopes)
-        ctx.save_for_backward(gradient)
+                out = {n: g if n == "markov_head" else g[tile].flatten(0, 1) for n, g in made.items()}
+                _gradients(out, rows, chunks, signed, slopes)
+        ctx.save_for_backward(*(made.get(name) for name in wanted))
         kl, tv, ce = (torch.cat(values) for values in zip(*parts, strict=True))
         ctx.mark_non_differentiable(kl, tv, ce)
         return loss_sum.to(x.dtype), kl, tv, ce
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
-        (gradient,) = ctx.saved_tensors
-        return (None if gradient is None else gradient * upstream[0], *([None] * 9))
+        x, markov, markov_head = (None if made is None else made * upstream[0] for made in ctx.saved_tensors)
+        return x, None, markov, markov_head, *([None] * 6)
 
 
 @dataclass(frozen=True)
@@ -200,21 +207,20 @@ def _statistics(rows: _Rows, chunks: list[_Chunk]) -> tuple[tuple[Tensor, Tensor
     return (kl, tv / 2, log_q - chosen), signed
 
 
-def _hidden_gradient(
-    out: Tensor, rows: _Rows, chunks: list[_Chunk], signed: Tensor, slopes: tuple[Tensor | None, ...]
+def _gradients(
+    out: Mapping[str, Tensor], rows: _Rows, chunks: list[_Chunk], signed: Tensor, slopes: tuple[Tensor | None, ...]
 ) -> None:
-    """The loss's derivative by x, added to `out` [n, dim]; the tiles are used up.
+    """The loss's derivatives, added to what `out` holds: x [n, dim], markov [n, rank], markov_head [V, rank].
 
-    By the student's logits: d KL = q - p; d TV = ½·q·(sign(q - p) - Σ q·sign(q - p)); d CE = q - onehot(target); each
-    times its slope.
+    The tiles are used up. By the student's logits: d KL = q - p; d TV = ½·q·(sign(q - p) - Σ q·sign(q - p));
+    d CE = q - onehot(target); each times its slope.
     """
     by_kl, by_tv, by_ce = (None if slope is None or not bool(slope.any()) else slope.reshape(-1, 1) for slope in slopes)
-    own = out.new_zeros(len(out), 1)
+    own = signed.new_zeros(len(signed), 1, dtype=rows.x.dtype)
     if by_ce is not None:
         own = own + by_ce
-        out.sub_(by_ce * rows.head[rows.target])
     if by_tv is not None:
-        own = own - 0.5 * by_tv * signed.float().unsqueeze(1)
+        own = own - 0.5 * by_tv * signed.to(own.dtype).unsqueeze(1)
     for part in chunks:
         q, difference = part.q, part.p
         if by_tv is not None:
@@ -225,4 +231,16 @@ def _hidden_gradient(
             q = difference.mul_(by_kl)
         elif by_kl is not None:
             q.addcmul_(difference, by_kl)
-        out.addmm_(q, rows.head[part.span])
+        if "x" in out:
+            out["x"].addmm_(q, rows.head[part.span])
+        if "markov" in out:
+            out["markov"].addmm_(q, rows.markov_head[part.span])
+        if "markov_head" in out:
+            out["markov_head"][part.span].addmm_(q.t(), rows.markov)
+    if by_ce is not None:
+        if "x" in out:
+            out["x"].sub_(by_ce * rows.head[rows.target])
+        if "markov" in out:
+            out["markov"].sub_(by_ce * rows.markov_head[rows.target])
+        if "markov_head" in out:
+            out["markov_head"].index_add_(0, rows.target, by_ce * rows.markov, alpha=-1)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from d2lib.data.blocks import D2Blocks
 from d2lib.drafter.batch import BlockBatch
 from d2lib.drafter.fast import FastDrafter
-from d2lib.drafter.objectives import SlotStatistics, deepspec_mixture
+from d2lib.drafter.objectives import deepspec_mixture
 from d2lib.drafter.weights import Weights
 from d2lib.errors import Interrupted
 from d2lib.files import Record
@@ -120,19 +120,14 @@ def _restore(path: Path, trained: Weights, optimizer: torch.optim.Optimizer, gen
 def native_loss(drafter: FastDrafter, batch: BlockBatch) -> Tensor:
     """Mean over blocks of the mixture, plus the mean over valid slots of the confidence's cross-entropy."""
     hidden = drafter.hidden(batch)
-    log_q = torch.log_softmax(drafter.logits(hidden, batch), dim=-1)
-    teacher = batch.teacher_hidden[batch.teacher].float()
-    log_p = torch.log_softmax(F.linear(teacher, drafter.weights["head.weight"]), dim=-1)
-    statistics = SlotStatistics(
-        kl=(log_p.exp() * (log_p - log_q)).sum(-1),
-        tv=0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1),
-        ce=-log_q.gather(-1, batch.target.unsqueeze(-1)).squeeze(-1),
-    )
-    alpha = (1 - statistics.tv.detach()).clamp(0, 1)
+    measured = drafter.head_loss(hidden, batch, deepspec_mixture)
     confidence = F.binary_cross_entropy_with_logits(
-        drafter.confidence(hidden, batch.previous), alpha, weight=batch.valid.float(), reduction="sum"
+        drafter.confidence(hidden, batch.previous),
+        measured.alpha.clamp(0, 1),
+        weight=batch.valid.float(),
+        reduction="sum",
     )
-    return deepspec_mixture(statistics, batch.valid).mean() + confidence / batch.valid.sum()
+    return measured.loss + confidence / batch.valid.sum()
 
 
 def _draw(blocks: D2Blocks, config: PretrainingConfig, generator: torch.Generator) -> Tensor:

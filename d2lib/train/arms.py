@@ -92,7 +92,7 @@ class ReferenceArm:
             tv=tv.sum(0),
             ce=ce.sum(0),
             count=valid.sum(0),
-            accepted=float(torch.where(valid, 1 - tv, 0.0).cumprod(1).sum()),
+            alpha=torch.where(valid, 1 - tv, 0.0),
         )
 
 
