@@ -1,7 +1,8 @@
-"""The native drafter: all of its weights trained from scratch on general text, as DeepSpec trains a drafter.
+"""The native drafter: all of its weights trained from scratch on general text.
 
-Loss: 0.1·CE + 0.9·TV on every slot, plus the binary cross-entropy of the confidence head against α = 1 - TV, which is
-the chance that the slot is accepted.
+Loss: the objective on every slot, plus the binary cross-entropy of the confidence head against α = 1 - TV, which is the
+chance that the slot is accepted. The objective is DeepSpec's mixture of 0.1·CE + 0.9·TV, or KL: TV's gradient vanishes
+where the drafter gives a likely token next to no chance, which with a large vocabulary is where it starts.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -20,19 +22,21 @@ from torch.nn import functional as F
 from d2lib.data.blocks import D2Blocks
 from d2lib.drafter.batch import BlockBatch
 from d2lib.drafter.fast import FastDrafter
-from d2lib.drafter.objectives import deepspec_mixture
+from d2lib.drafter.objectives import Objective, deepspec_mixture, kl
 from d2lib.drafter.weights import Weights
 from d2lib.errors import Interrupted
 from d2lib.files import Record
 from d2lib.lab.training import warmup_cosine
 
 _FROZEN = ("embed.weight", "head.weight")
+_OBJECTIVES = {"mixture": deepspec_mixture, "KL": kl}
 _SAVE_SECONDS = 60.0
 
 
 class PretrainingConfig(Record):
     """How the native drafter is trained. A batch is `anchors` blocks of each of `streams` sequences."""
 
+    objective: Literal["mixture", "KL"] = "mixture"
     updates: int = Field(ge=0)
     streams: int = Field(gt=0)
     anchors: int = Field(gt=0)
@@ -81,7 +85,7 @@ def pretrain(
             raise Interrupted("pre-training was stopped", where=f"update {update} of {config.updates}")
         for group in optimizer.param_groups:
             group["lr"] = config.lr * warmup_cosine(update, config.updates, config.warmup)
-        loss = native_loss(drafter, blocks.batch(_draw(blocks, config, generator)))
+        loss = native_loss(drafter, blocks.batch(_draw(blocks, config, generator)), _OBJECTIVES[config.objective])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(free, config.clip)
@@ -117,10 +121,10 @@ def _restore(path: Path, trained: Weights, optimizer: torch.optim.Optimizer, gen
     return int(state["update"])
 
 
-def native_loss(drafter: FastDrafter, batch: BlockBatch) -> Tensor:
-    """Mean over blocks of the mixture, plus the mean over valid slots of the confidence's cross-entropy."""
+def native_loss(drafter: FastDrafter, batch: BlockBatch, objective: Objective = deepspec_mixture) -> Tensor:
+    """Mean over blocks of the objective, plus the mean over valid slots of the confidence's cross-entropy."""
     hidden = drafter.hidden(batch)
-    measured = drafter.head_loss(hidden, batch, deepspec_mixture)
+    measured = drafter.head_loss(hidden, batch, objective)
     confidence = F.binary_cross_entropy_with_logits(
         drafter.confidence(hidden, batch.previous),
         measured.alpha.clamp(0, 1),
