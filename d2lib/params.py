@@ -130,6 +130,7 @@ class G2Params(AssemblyParams):
     admission: str = "admission/admitted.json"
     output: str = "full"
     threads: int = Field(default=2, ge=1)
+    device: str = "cpu"
 
 
 class FinishParams(PhaseParams):

@@ -323,11 +323,11 @@ def job_parameters(plan: Plan, job: Job | Foreground, *, resume: bool = False) -
     shared = run | {"admission": ADMITTED, "output": "."}
     if spec.notebook == "finish":
         return shared
-    shared |= data | {"threads": profile.threads}
+    device = "cpu" if profile.solo_of(job)[1].card is None else "cuda"
+    shared |= data | {"threads": profile.threads, "device": device}
     if spec.notebook == "g2":
         return shared | {"split": spec.split}
-    device = "cpu" if profile.solo_of(job)[1].card is None else "cuda"
-    return shared | {"resume": resume, "save_every": profile.save_every, "device": device}
+    return shared | {"resume": resume, "save_every": profile.save_every}
 
 
 def parameters_text(parameters: dict[str, Any]) -> str:

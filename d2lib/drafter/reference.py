@@ -89,7 +89,7 @@ class Reference:
     def draft(self, round: Round, k: int | None = None) -> Tensor:
         """The first k (all by default) drafted tokens, greedy: [k] int64. The lowest index wins a tie."""
         base = self.base_logits(self._hidden(round))
-        return self.greedy(base.unsqueeze(0), torch.tensor([round.anchor_token]), k).squeeze(0)
+        return self.greedy(base.unsqueeze(0), torch.tensor([round.anchor_token], device=base.device), k).squeeze(0)
 
     def _hidden(self, round: Round) -> Tensor:
         missing = self.config.window - len(round.positions)

@@ -36,6 +36,7 @@ def evaluate_split(
     identities: Identities,
     out: Path,
     *,
+    device: str = "cpu",
     stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int], object] | None = None,
 ) -> Evaluation:
@@ -43,6 +44,7 @@ def evaluate_split(
 
     Args:
         adapter: the candidate's. identities: what the score hangs on, the same for all splits of a run.
+        device: what computes; on a GPU, too, in fp32 and in the same arithmetic, or one by one where its bits differ.
         stop: asked between batches of rounds; the interrupted request starts again next time.
         progress: called with the rounds done since the last call.
 
@@ -58,10 +60,11 @@ def evaluate_split(
     population = k2.population(assembly.manifest, split)
     blocks = assembly.blocks(split)
     first = next(iter(population))
+    weights, adapter = ({n: t.to(device) for n, t in tensors.items()} for tensors in (assembly.weights, adapter))
     scorer = Scorer(
         {
-            "baseline": Reference(assembly.config, assembly.weights),
-            "candidate": Reference(assembly.config, assembly.weights, adapter),
+            "baseline": Reference(assembly.config, weights),
+            "candidate": Reference(assembly.config, weights, adapter),
         },
         blocks.rounds_batch(first, population[first][:PROBE_ROUNDS]),
     )

@@ -71,7 +71,7 @@ class Scorer:
     """Drafters of one target, scored side by side.
 
     Args:
-        arms: name → drafter, all of the same target and block size.
+        arms: name → drafter, all of the same target and block size, on the device that computes.
         probe: rounds of the kind that will be scored, for the check at the start.
 
     Attributes:
@@ -85,6 +85,7 @@ class Scorer:
             if arm.config != first.config or not torch.equal(arm.weights["head.weight"], self.head):
                 raise Refused("drafters that are compared must share their target and configuration", found=name)
         self.block_size = first.config.block_size
+        probe = probe.to(self.head.device)
         self._vocabulary = first.config.vocab_size
         self._one = dict(arms)
         self._many = {
@@ -128,7 +129,7 @@ class Scorer:
                 raise Interrupted(
                     "scoring was asked to stop", where=request, remedy="resume; this request starts again"
                 )
-            rounds = blocks.rounds_batch(request, part)
+            rounds = blocks.rounds_batch(request, part).to(self.head.device)
             if rounds.anchor.tolist() != part:
                 raise Refused("the data give other rounds than those asked for", expected=part, where=request)
             if not bool(rounds.valid.all()):
