@@ -146,6 +146,10 @@ class BenchmarkParams(PhaseParams):
     scale: Literal["tiny", "full"] = "full"
     repeats: int = Field(default=5, ge=1)
     threads: int = Field(default=2, ge=1)
+    device: Literal["cpu", "cuda"] | None = None
+    """By default a GPU where there is one."""
+    precision: Literal["fp32", "bf16"] | None = None
+    """Of FAST's large products; by default bf16 on a GPU."""
 
 
 class CalibrationParams(PhaseParams):

@@ -9,9 +9,9 @@ import torch
 
 from d2lib.benchmark import measure
 from d2lib.benchmark.cases import drafter_config, random_adapter, random_blocks, random_weights
-from d2lib.benchmark.drafting import fast_update, reference_update, slope
+from d2lib.benchmark.drafting import BF16_TOLERANCE, TOLERANCES, fast_update, measure_update, reference_update, slope
 from d2lib.benchmark.head import LOSSES, HeadCase
-from d2lib.benchmark.measure import Peak, Row, in_child, medians
+from d2lib.benchmark.measure import Peak, Place, Row, in_child, medians
 from d2lib.drafter.fast import FastDrafter
 from d2lib.drafter.reference import Reference
 from d2lib.errors import Unexpected
@@ -72,3 +72,15 @@ def test_both_sides_of_an_update_compute_the_same(stretch: int) -> None:
     losses = fast_update(FastDrafter(config, weights, adapter), batch, "ACE")
     assert losses == pytest.approx(reference_update(Reference(config, weights, adapter), batch, "ACE"), rel=1e-5)
     assert all(tensor.grad is not None for tensor in adapter.values())
+
+
+def test_in_bf16_only_the_tolerances_are_bounds() -> None:
+    sizes = {"dim": 32, "vocab_size": 64, "window": 8, "n_heads": 2, "q_lora_rank": 8, "o_lora_rank": 4}
+    rows = measure_update(blocks=8, repeats=1, place=Place.of("cpu", "bf16"), **sizes)
+    speed = [row for row in rows if row.unit == "times faster"]
+    errors = [row for row in rows if row.unit == "relative error"]
+    assert [row.met for row in speed] == [None, None]
+    assert len(errors) == 2 * len(TOLERANCES)
+    assert all(row.bound == BF16_TOLERANCE and 1e-3 < row.value < 0.3 for row in errors), errors  # bf16 indeed
+    assert Place.of("cpu", None).bounded
+    assert str(Place.of("cpu", None)) == "fp32 on cpu"

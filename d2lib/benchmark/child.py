@@ -14,15 +14,16 @@ import torch
 from d2lib.benchmark.measure import Peak
 
 
-def head(*, blocks: int, vocabulary: int, dim: int, threads: int) -> dict[str, float]:
+def head(*, blocks: int, vocabulary: int, dim: int, threads: int, device: str) -> dict[str, float]:
     """Memory of one fused loss with its gradient."""
     from d2lib.benchmark.head import LOSSES, HeadCase
 
     torch.set_num_threads(threads)
     objective = LOSSES["0.1 CE + 0.9 TV"]
-    HeadCase.random(1, vocabulary=4096, dim=dim).fused(objective)  # the libraries' own memory is there before
-    case = HeadCase.random(blocks, vocabulary=vocabulary, dim=dim)
-    with Peak() as peak:
+    # the libraries' own memory is there before
+    HeadCase.random(1, vocabulary=4096, dim=dim, device=device).fused(objective)
+    case = HeadCase.random(blocks, vocabulary=vocabulary, dim=dim, device=device)
+    with Peak(device) as peak:
         case.fused(objective)
     return {"extra": peak.extra}
 

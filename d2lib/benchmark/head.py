@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from d2lib.benchmark.measure import Row, in_child, medians
+from d2lib.benchmark.measure import Place, Row, in_child, medians
 from d2lib.drafter.head_loss import fused_head_loss
 from d2lib.drafter.objectives import Objective, ace, deepspec_mixture, kl, tvd
 from d2lib.errors import Unexpected
@@ -33,22 +33,27 @@ class HeadCase:
     valid: Tensor
 
     @classmethod
-    def random(cls, blocks: int, *, vocabulary: int, dim: int, slots: int = 5, rank: int = 64) -> HeadCase:
+    def random(
+        cls, blocks: int, *, vocabulary: int, dim: int, slots: int = 5, rank: int = 64, device: str = "cpu"
+    ) -> HeadCase:
         """Logits of a few nats' spread."""
         generator = torch.Generator().manual_seed(23)
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator)
 
-        return cls(
-            x=draw(blocks, slots, dim).requires_grad_(),
-            head=draw(vocabulary, dim).mul_(2 * dim**-0.5),
-            markov_rows=draw(blocks, slots, rank),
-            markov_head=draw(vocabulary, rank).mul_(rank**-0.5),
-            teacher_hidden=draw(blocks, slots, dim),
-            target=torch.randint(vocabulary, (blocks, slots), generator=generator),
-            valid=torch.ones(blocks, slots, dtype=torch.bool),
-        )
+        made = {
+            "x": draw(blocks, slots, dim),
+            "head": draw(vocabulary, dim).mul_(2 * dim**-0.5),
+            "markov_rows": draw(blocks, slots, rank),
+            "markov_head": draw(vocabulary, rank).mul_(rank**-0.5),
+            "teacher_hidden": draw(blocks, slots, dim),
+            "target": torch.randint(vocabulary, (blocks, slots), generator=generator),
+            "valid": torch.ones(blocks, slots, dtype=torch.bool),
+        }
+        case = cls(**{name: tensor.to(device) for name, tensor in made.items()})
+        case.x.requires_grad_()
+        return case
 
     def fused(self, objective: Objective) -> Tensor:
         """The gradient by x, fused."""
@@ -88,10 +93,13 @@ def _gradient(x: Tensor) -> Tensor:
     return x.grad
 
 
-def measure_head(*, vocabulary: int, dim: int, blocks: int, repeats: int, threads: int) -> list[Row]:
-    """Time of every loss, its largest error against the plain form, and the memory in children of their own."""
-    case = HeadCase.random(blocks, vocabulary=vocabulary, dim=dim)
-    at = f"V {vocabulary:,}, dim {dim:,}, {blocks} blocks × 5 slots, fp32"
+def measure_head(
+    *, vocabulary: int, dim: int, blocks: int, repeats: int, threads: int, place: Place | None = None
+) -> list[Row]:
+    """Time of every loss, its largest error against the plain form, and the memory in children of their own; fp32."""
+    place = place or Place()
+    case = HeadCase.random(blocks, vocabulary=vocabulary, dim=dim, device=place.device)
+    at = f"V {vocabulary:,}, dim {dim:,}, {blocks} blocks × 5 slots, fp32 on {place.device}"
     rows = []
     for name, objective in LOSSES.items():
         found, expected = case.fused(objective).clone(), case.plain(objective)
@@ -104,12 +112,16 @@ def measure_head(*, vocabulary: int, dim: int, blocks: int, repeats: int, thread
         seconds = medians(sides, repeats)
         what = f"head + {name}"
         rows += [
-            Row(what, at, "plain form", seconds["fused"] / seconds["plain"], "of its time", "<=", 0.75),
-            Row(what, at, "three products", seconds["fused"] / seconds["floor"], "of their time", "<=", 1.3),
+            place.row(what, at, "plain form", seconds["fused"] / seconds["plain"], "of its time", "<=", 0.75),
+            place.row(what, at, "three products", seconds["fused"] / seconds["floor"], "of their time", "<=", 1.3),
             Row(what, at, "plain form", error, "relative error of the gradient", "<=", TOLERANCES.get(name, 1e-5)),
         ]
     for factor in (1, 4):
-        figures = in_child("head", blocks=blocks * factor, vocabulary=vocabulary, dim=dim, threads=threads)
+        figures = in_child(
+            "head", blocks=blocks * factor, vocabulary=vocabulary, dim=dim, threads=threads, device=place.device
+        )
         row = f"{blocks * factor} blocks, else the same"
-        rows.append(Row("head + 0.1 CE + 0.9 TV", row, "before the call", figures["extra"], "MB at most", "<=", 300))
+        rows.append(
+            place.row("head + 0.1 CE + 0.9 TV", row, "before the call", figures["extra"], "MB at most", "<=", 300)
+        )
     return rows

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Literal
 
+import torch
+
 from d2lib.errors import Unexpected
 from d2lib.evidence.environment import child_environment, library_path
 
@@ -43,6 +45,44 @@ class Row:
         return asdict(self) | {"met": self.met}
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where FAST runs and in which precision its large products are; REF is fp32 everywhere.
+
+    bounded: whether the bounds that are stated for two CPU cores hold the rows to account.
+    """
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, device: str | None, precision: str | None) -> Place:
+        """By default a GPU with bf16 where there is one, else the CPU with fp32."""
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        precision = precision or ("bf16" if device == "cuda" else "fp32")
+        return cls(device, torch.bfloat16 if precision == "bf16" else torch.float32)
+
+    @property
+    def bounded(self) -> bool:
+        return self.device == "cpu" and self.dtype == torch.float32
+
+    def row(
+        self,
+        what: str,
+        at: str,
+        against: str,
+        value: float,
+        unit: str,
+        sense: Literal["<=", ">="],
+        bound: float,
+    ) -> Row:
+        """A row whose bound is stated for two CPU cores; elsewhere only its number is."""
+        return Row(what, at, against, value, unit, *((sense, bound) if self.bounded else ()))
+
+    def __str__(self) -> str:
+        return f"{'bf16' if self.dtype == torch.bfloat16 else 'fp32'} on {self.device}"
+
+
 def medians(sides: Mapping[str, Callable[[], object]], repeats: int, calls: int = 1) -> dict[str, float]:
     """Median seconds of each side over `repeats` runs; the sides take turns, and one run of each warms up.
 
@@ -57,6 +97,8 @@ def medians(sides: Mapping[str, Callable[[], object]], repeats: int, calls: int 
             began = time.perf_counter()
             for _ in range(calls):
                 run()
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # a GPU works on after the call
+                torch.cuda.synchronize()
             if turn:
                 seconds[name].append((time.perf_counter() - began) / calls)
     return {name: median(values) for name, values in seconds.items()}
@@ -77,21 +119,30 @@ def in_child(task: str, **arguments: Any) -> dict[str, float]:
 
 
 class Peak:
-    """Resident memory that a piece of work takes beyond what was there before it (Linux), as a context manager.
+    """Memory that a piece of work takes beyond what was there before it, as a context manager: a GPU's, or resident
+    memory (Linux).
 
     extra: MB, known at the end.
     """
 
     extra: float = float("nan")
 
+    def __init__(self, device: str = "cpu") -> None:
+        self._cuda = device == "cuda"
+
     def __enter__(self) -> Peak:
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated() // 1000
+            return self
         with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
             file.write("5")  # the peak starts anew from here
         self._before = _status("VmRSS")
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.extra = (_status("VmHWM") - self._before) / 1000
+        most = torch.cuda.max_memory_allocated() // 1000 if self._cuda else _status("VmHWM")
+        self.extra = (most - self._before) / 1000
 
 
 def _status(name: str) -> int:

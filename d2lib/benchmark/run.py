@@ -14,7 +14,7 @@ import torch
 from d2lib.benchmark.data import measure_bootstrap, measure_dataset
 from d2lib.benchmark.drafting import GROWTH, measure_growth, measure_scoring, measure_sharing, measure_update, slope
 from d2lib.benchmark.head import measure_head
-from d2lib.benchmark.measure import Row
+from d2lib.benchmark.measure import Place, Row
 from d2lib.progress import bar
 
 Scale = Literal["tiny", "full"]
@@ -56,7 +56,9 @@ class Results:
         }
 
 
-def benchmark(scale: Scale, *, repeats: int, threads: int) -> Results:
+def benchmark(
+    scale: Scale, *, repeats: int, threads: int, device: str | None = None, precision: str | None = None
+) -> Results:
     """Measure everything.
 
     Args:
@@ -64,11 +66,14 @@ def benchmark(scale: Scale, *, repeats: int, threads: int) -> Results:
             of speed.
         repeats: runs whose median counts.
         threads: of torch, in this process and in the children.
+        device: cpu or cuda; by default a GPU where there is one. precision: fp32 or bf16, of FAST's large products; by
+            default bf16 on a GPU. Bounds that are stated for two CPU cores are only stated there.
     """
     torch.set_num_threads(threads)
     full = scale == "full"
     sizes: dict[str, Any] = {} if full else {"dim": 32, "vocab_size": 128}
-    results = Results(describe_machine(threads))
+    place = Place.of(device, precision)
+    results = Results(describe_machine(threads) | {"FAST": str(place)})
 
     def table(measure: Callable[[], list[Row]]) -> Callable[[], None]:
         return lambda: results.rows.extend(measure())
@@ -77,20 +82,24 @@ def benchmark(scale: Scale, *, repeats: int, threads: int) -> Results:
     growth = GROWTH if full else {name: values[:2] for name, values in GROWTH.items()}
     parts: dict[str, Callable[[], None]] = {
         "head and loss": table(
-            lambda: measure_head(vocabulary=head[0], dim=head[1], blocks=head[2], repeats=repeats, threads=threads)
+            lambda: measure_head(
+                vocabulary=head[0], dim=head[1], blocks=head[2], repeats=repeats, threads=threads, place=place
+            )
         ),
-        "update": table(lambda: measure_update(blocks=128 if full else 8, repeats=repeats, **sizes)),
+        "update": table(lambda: measure_update(blocks=128 if full else 8, repeats=repeats, place=place, **sizes)),
         "context sharing": lambda: results.sharing.extend(
-            measure_sharing(blocks=128 if full else 8, repeats=repeats, **sizes)
+            measure_sharing(blocks=128 if full else 8, repeats=repeats, place=place, **sizes)
         ),
         "scoring": table(
-            lambda: measure_scoring(rounds=2_000 if full else 20, literal=100 if full else 5, repeats=repeats, **sizes)
+            lambda: measure_scoring(
+                rounds=2_000 if full else 20, literal=100 if full else 5, repeats=repeats, place=place, **sizes
+            )
         ),
         "bootstrap": table(lambda: measure_bootstrap(repeats=repeats, resamples=10_000 if full else 100)),
         "dataset": table(
             lambda: measure_dataset(threads=threads) if full else measure_dataset(threads=threads, production=_SMALL)
         ),
-        "growth": lambda: results.growth.extend(measure_growth(repeats=repeats, growth=growth)),
+        "growth": lambda: results.growth.extend(measure_growth(repeats=repeats, growth=growth, place=place)),
     }
     with bar(len(parts), "benchmark", "part") as shown:
         for name, part in parts.items():
