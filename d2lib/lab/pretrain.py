@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -30,17 +31,23 @@ from d2lib.lab.training import warmup_cosine
 
 _FROZEN = ("embed.weight", "head.weight")
 _OBJECTIVES = {"mixture": deepspec_mixture, "KL": kl}
+_PROJECTION = re.compile(r"\.(main_proj|w[a-z0-9_]+)\.weight$")
+"""main_proj, wq_a, wq_b, wkv, wo_a, wo_b and the experts' w1, w2, w3: neither routers nor tables nor mixes."""
 _SAVE_SECONDS = 60.0
 
 
 class PretrainingConfig(Record):
-    """How the native drafter is trained. A batch is `anchors` blocks of each of `streams` sequences."""
+    """How the native drafter is trained. A batch is `anchors` blocks of each of `streams` sequences.
+
+    With `muon_lr` the projections are trained by Muon, as the target's are (see TargetTraining), the rest by AdamW.
+    """
 
     objective: Literal["mixture", "KL"] = "mixture"
     updates: int = Field(ge=0)
     streams: int = Field(gt=0)
     anchors: int = Field(gt=0)
     lr: float = Field(gt=0)
+    muon_lr: float | None = Field(default=None, gt=0)
     warmup: float = Field(default=0.05, ge=0, le=1)
     weight_decay: float = Field(default=0.01, ge=0)
     clip: float = Field(default=1.0, gt=0)
@@ -69,40 +76,56 @@ def pretrain(
     """
     trained = {name: value.clone().requires_grad_(name not in _FROZEN) for name, value in weights.items()}
     free = [value for value in trained.values() if value.requires_grad]
-    optimizer = torch.optim.AdamW(free, lr=config.lr, weight_decay=config.weight_decay, fused=True)
+    optimizers = _optimizers(trained, config)
     drafter = FastDrafter(blocks.config, trained)
     first, saved = 0, time.monotonic()
     if boundary is not None and boundary.exists():
-        first = _restore(boundary, trained, optimizer, generator)
+        first = _restore(boundary, trained, list(optimizers), generator)
         if progress is not None:
             progress(first, math.nan)
     for update in range(first, config.updates):
         stopping = stop is not None and stop()
         if boundary is not None and update > first and (stopping or time.monotonic() - saved > _SAVE_SECONDS):
-            _keep(boundary, update, trained, optimizer, generator)
+            _keep(boundary, update, trained, list(optimizers), generator)
             saved = time.monotonic()
         if stopping:
             raise Interrupted("pre-training was stopped", where=f"update {update} of {config.updates}")
-        for group in optimizer.param_groups:
-            group["lr"] = config.lr * warmup_cosine(update, config.updates, config.warmup)
+        factor = warmup_cosine(update, config.updates, config.warmup)
+        for optimizer, rate in optimizers.items():
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+            optimizer.zero_grad()
         loss = native_loss(drafter, blocks.batch(_draw(blocks, config, generator)), _OBJECTIVES[config.objective])
-        optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(free, config.clip)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         if progress is not None:
             progress(1, loss.item())
     return {name: value.detach() for name, value in trained.items()}
 
 
+def _optimizers(trained: Weights, config: PretrainingConfig) -> dict[torch.optim.Optimizer, float]:
+    """Optimizer → its peak learning rate."""
+    matrices, others = list[Tensor](), list[Tensor]()
+    for name, value in trained.items():
+        if value.requires_grad:
+            (matrices if config.muon_lr and _PROJECTION.search(name) else others).append(value)
+    decay = config.weight_decay
+    found: dict[torch.optim.Optimizer, float] = {torch.optim.AdamW(others, weight_decay=decay, fused=True): config.lr}
+    if config.muon_lr:
+        found[torch.optim.Muon(matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw")] = config.muon_lr
+    return found
+
+
 def _keep(
-    path: Path, update: int, trained: Weights, optimizer: torch.optim.Optimizer, generator: torch.Generator
+    path: Path, update: int, trained: Weights, optimizers: Sequence[torch.optim.Optimizer], generator: torch.Generator
 ) -> None:
     """Replace the boundary by the state before this update, in one step."""
     state = {
         "update": update,
         "weights": {name: value.detach() for name, value in trained.items() if name not in _FROZEN},
-        "optimizer": optimizer.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "generator": generator.get_state(),
     }
     working = path.with_name(f".{path.name}.part")
@@ -110,13 +133,16 @@ def _keep(
     os.replace(working, path)
 
 
-def _restore(path: Path, trained: Weights, optimizer: torch.optim.Optimizer, generator: torch.Generator) -> int:
+def _restore(
+    path: Path, trained: Weights, optimizers: Sequence[torch.optim.Optimizer], generator: torch.Generator
+) -> int:
     """Put a boundary's state in place; returns its update."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     with torch.no_grad():
         for name, value in state["weights"].items():
             trained[name].copy_(value)
-    optimizer.load_state_dict(state["optimizer"])
+    for optimizer, kept in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(kept)
     generator.set_state(state["generator"])
     return int(state["update"])
 
