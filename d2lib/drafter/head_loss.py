@@ -22,8 +22,8 @@ from d2lib.drafter.objectives import Objective, SlotStatistics
 TILE_BYTES = 230_000_000
 """Of the two logit tiles together."""
 
-CHUNK = {"cpu": 2048, "cuda": 32768}
-"""Device → vocabulary entries taken at once: on a CPU few enough for its caches, on a GPU enough to fill it."""
+CHUNK, GPU_CHUNK = 2048, 32768
+"""Vocabulary entries taken at once: on a CPU few enough for its caches, on a GPU enough to fill it."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,14 @@ def fused_head_loss(
         target: [B, K] committed tokens. valid: [B, K] bool.
         objective: the loss of a block from its slots' statistics.
         tile_blocks: blocks taken at once; by default equal tiles as large as `TILE_BYTES` allow.
-        chunk: vocabulary entries taken at once; by default `CHUNK` of x's device.
+        chunk: vocabulary entries taken at once; by default what suits x's device.
     """
     blocks, slots, _ = x.shape
     if tile_blocks is None:
         tiles = math.ceil(8 * blocks * slots * head.shape[0] / TILE_BYTES)
         tile_blocks = math.ceil(blocks / min(tiles, blocks))
     if chunk is None:
-        chunk = CHUNK[x.device.type]
+        chunk = CHUNK if x.device.type == "cpu" else GPU_CHUNK
     loss_sum, kl, tv, ce = _Fused.apply(  # type: ignore[no-untyped-call]
         x, head, markov_rows, markov_head, teacher_hidden, target, valid, objective, tile_blocks, chunk
     )
