@@ -211,7 +211,7 @@ class _Sinkhorn(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> Any:
         shares, *kept = ctx.saved_tensors
-        gradient = upstream
+        gradient = upstream.contiguous()  # its layout is that of what the result went into
         for step in reversed(range(len(kept) // 2)):
             comb, factor = kept[2 * step : 2 * step + 2]
             gradient = (gradient - (gradient * comb).sum(step % 2, keepdim=True)).mul_(factor)
