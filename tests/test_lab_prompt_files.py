@@ -9,9 +9,10 @@ import torch
 import yaml
 from hf_case import byte_tokenizer
 
+from d2lib.data.assembly import SCORED
 from d2lib.errors import Refused
-from d2lib.lab.capture import LIVE, PRETRAINING, CaptureProfile
-from d2lib.lab.prompt_files import Contexts, draw_prompt_files, read_prompts
+from d2lib.lab.capture import PRETRAINING, CaptureProfile
+from d2lib.lab.prompt_files import Contexts, draw_prompt_files, prompt_sources, read_prompts
 
 SMOLLM2 = Path(__file__).parent.parent / "params" / "smollm2"
 
@@ -23,7 +24,7 @@ def test_the_profiles_prompts_are_enough_and_no_family_crosses() -> None:
     files = read_prompts(SMOLLM2 / "prompts", counts)
     families = [family for file in files.values() for kind in file.values() for family in kind]
     assert len(families) == len(set(families))
-    for split in ("train", *LIVE):
+    for split in ("train", *SCORED):
         for kind, number in profile.sequences[split].items():
             assert sum(map(len, files[split][kind].values())) == number
 
@@ -70,6 +71,22 @@ def test_prompts_go_round_the_families_and_pretraining_takes_them_again(tmp_path
     first, second = drawn[PRETRAINING]
     assert first.id != second.id
     assert torch.equal(first.tokens, second.tokens)
+
+
+def test_a_kind_may_have_a_preamble_of_its_own(tmp_path: Path) -> None:
+    _write(tmp_path, train={"legal": {"a": ["1"]}}, pretraining={"general": {"c": ["2"]}})
+    (tmp_path / "preamble-legal.txt").write_text("y" * 90)
+    counts = {"train": {"legal": 1}, PRETRAINING: {"general": 1}}
+    drawn = draw_prompt_files(tmp_path, counts, byte_tokenizer(), 60)  # type: ignore[arg-type]
+    texts = {group: byte_tokenizer().decode(prompts[0].tokens) for group, prompts in drawn.items()}
+    assert texts["train"] == texts[PRETRAINING].replace("x", "y").replace("2", "1") != texts[PRETRAINING]
+    names = [source.name for source in prompt_sources(tmp_path, counts)]  # type: ignore[arg-type]
+    assert names == [
+        "prompts/preamble.txt",
+        "prompts/preamble-legal.txt",
+        "prompts/train.yaml",
+        "prompts/pretraining.yaml",
+    ]
 
 
 @pytest.mark.parametrize(

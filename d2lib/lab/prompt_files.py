@@ -1,7 +1,8 @@
 """Prompts from data files, made into contexts of one length by the target's own chat template.
 
 A folder holds preamble.txt and one GROUP.yaml for each split and for `pretraining`: kind of text → family → prompts.
-A family stands in one file only, and a prompt once.
+A family stands in one file only, and a prompt once. A kind may have a preamble of its own, preamble-KIND.txt: traffic
+comes with the system message of its service.
 
 Every context has exactly `length` tokens, so that every sequence begins alike: the template's system message is the
 preamble, cut after as many tokens as are left beside the prompt and the template's own. A prompt is never cut; one that
@@ -11,7 +12,7 @@ does not fit is refused, and so is a preamble that is too short for the shortest
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -68,9 +69,16 @@ def read_prompts(folder: Path, counts: Mapping[Group, Mapping[Kind, int]]) -> di
     return files
 
 
-def prompt_sources(folder: Path, groups: Iterable[Group]) -> list[SourceFile]:
+def preamble(folder: Path, kind: Kind) -> Path:
+    """The file of a kind's system message."""
+    own = folder / f"preamble-{kind}.txt"
+    return own if own.exists() else folder / PREAMBLE
+
+
+def prompt_sources(folder: Path, counts: Mapping[Group, Mapping[Kind, int]]) -> list[SourceFile]:
     """The files that the prompts come from, for the provenance."""
-    names = [PREAMBLE, *(f"{group}.yaml" for group in groups)]
+    kinds = sorted({kind for wanted in counts.values() for kind in wanted})
+    names = [*dict.fromkeys(preamble(folder, kind).name for kind in kinds), *(f"{group}.yaml" for group in counts)]
     return [
         SourceFile(
             kind="prompts",
@@ -90,11 +98,13 @@ def draw_prompt_files(
     Raises Refused as `read_prompts` and `Contexts`.
     """
     files = read_prompts(folder, counts)
-    contexts = Contexts(tokenizer, (folder / PREAMBLE).read_text(encoding="utf-8").strip(), length)
+    contexts: dict[Kind, Contexts] = {}
     prompts: dict[Group, list[Prompt]] = {group: [] for group in counts}
     for group, wanted in counts.items():
         for kind, number in wanted.items():
             families = files[group].get(kind, {})
+            if kind not in contexts:
+                contexts[kind] = Contexts(tokenizer, _read(preamble(folder, kind)).strip(), length)
             longest = max(map(len, families.values()), default=0)
             order = [
                 (family, texts[turn])
@@ -104,9 +114,16 @@ def draw_prompt_files(
             ]
             for place in range(number):
                 family, text = order[place % len(order)]
-                tokens = contexts.tokens(text)
+                tokens = contexts[kind].tokens(text)
                 prompts[group].append(Prompt(f"{group}-{kind}-{place:03d}", group, kind, f"{kind}/{family}", tokens))
     return prompts
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise Refused("a preamble cannot be read", found=error.strerror, where=path) from None
 
 
 class Contexts:
