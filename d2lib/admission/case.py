@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from d2lib.admission.recompute import recompute_verdict
 from d2lib.admission.records import G1Receipt, PilotReceipt, load_record, parse_record
 from d2lib.admission.source import MappedFile, check_source
-from d2lib.data.assembly import K2_NAMES, Assembly
+from d2lib.data.assembly import Assembly, k2_file
 from d2lib.data.k2 import K2File
 from d2lib.data.manifest import Split
 from d2lib.data.sample import SAMPLED, FrozenSample, Population, frozen_sample
@@ -58,8 +58,7 @@ class AdmissionInputs:
 
     def k2_path(self, split: ScoredSplit) -> Path:
         """A split's K2 file; raises Refused when it is a link."""
-        given = self.k2.get(split)
-        return inside(self.assembly, K2_NAMES[split]) if given is None else inside(given.parent, given.name)
+        return k2_file(self.assembly, split, self.k2)
 
 
 class needed(Generic[T]):

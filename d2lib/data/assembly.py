@@ -26,6 +26,12 @@ K2_NAMES: dict[ScoredSplit, str] = {split: f"k2/{split}.k2_drafts.jsonl" for spl
 """Where a split's live K2 trajectory stands in an assembly."""
 
 
+def k2_file(folder: Path, split: ScoredSplit, given: Mapping[ScoredSplit, Path]) -> Path:
+    """A split's live K2 trajectory: the given one, or the assembly folder's; raises Refused when it is a link."""
+    path = given.get(split)
+    return inside(folder, K2_NAMES[split]) if path is None else inside(path.parent, path.name)
+
+
 class Assembly:
     """Opens an assembly folder; reads no rows, and the weights only when asked for.
 
@@ -73,8 +79,7 @@ class Assembly:
 
     def k2_path(self, split: ScoredSplit) -> Path:
         """The split's live K2 trajectory; raises Refused when it is a link."""
-        given = self._k2.get(split)
-        return inside(self.folder, K2_NAMES[split]) if given is None else inside(given.parent, given.name)
+        return k2_file(self.folder, split, self._k2)
 
     def k2(self, split: ScoredSplit) -> K2File:
         """The split's live K2 trajectory, validated."""
