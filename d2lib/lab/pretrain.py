@@ -27,7 +27,7 @@ from d2lib.drafter.objectives import Objective, deepspec_mixture, kl
 from d2lib.drafter.weights import Weights
 from d2lib.errors import Interrupted
 from d2lib.files import Record
-from d2lib.lab.training import warmup_cosine
+from d2lib.lab.training import adamw_and_muon, warmup_cosine
 
 _FROZEN = ("embed.weight", "head.weight")
 _OBJECTIVES = {"mixture": deepspec_mixture, "KL": kl}
@@ -111,11 +111,7 @@ def _optimizers(trained: Weights, config: PretrainingConfig) -> dict[torch.optim
     for name, value in trained.items():
         if value.requires_grad:
             (matrices if config.muon_lr and _PROJECTION.search(name) else others).append(value)
-    decay = config.weight_decay
-    found: dict[torch.optim.Optimizer, float] = {torch.optim.AdamW(others, weight_decay=decay, fused=True): config.lr}
-    if config.muon_lr:
-        found[torch.optim.Muon(matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw")] = config.muon_lr
-    return found
+    return adamw_and_muon(others, config.lr, matrices, config.muon_lr, decay=config.weight_decay, beta2=0.999)
 
 
 def _keep(

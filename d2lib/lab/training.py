@@ -90,14 +90,21 @@ def train_target(
 
 def _optimizers(target: Target, config: TargetTraining) -> dict[torch.optim.Optimizer, float]:
     """Optimizer → its peak learning rate."""
-    decay, matrices, others = config.weight_decay, list[torch.nn.Parameter](), list[torch.nn.Parameter]()
+    matrices, others = list[Tensor](), list[Tensor]()
     for name, value in target.named_parameters():
         (matrices if config.muon_lr and name.startswith("layers.") and value.ndim == 2 else others).append(value)
+    return adamw_and_muon(others, config.lr, matrices, config.muon_lr, decay=config.weight_decay, beta2=0.95)
+
+
+def adamw_and_muon(
+    others: list[Tensor], lr: float, matrices: list[Tensor], muon_lr: float | None, *, decay: float, beta2: float
+) -> dict[torch.optim.Optimizer, float]:
+    """Optimizer → its peak learning rate: AdamW, and with `muon_lr` Muon for matrices, its steps of AdamW's size."""
     found: dict[torch.optim.Optimizer, float] = {
-        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=decay, fused=True): config.lr
+        torch.optim.AdamW(others, betas=(0.9, beta2), weight_decay=decay, fused=True): lr
     }
-    if config.muon_lr:
-        found[torch.optim.Muon(matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw")] = config.muon_lr
+    if muon_lr:
+        found[torch.optim.Muon(matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw")] = muon_lr
     return found
 
 
