@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from d2lib.errors import Refused
-from d2lib.gates.bootstrap import paired_request_bootstrap, resample_totals
+from d2lib.gates.bootstrap import _uniform, paired_request_bootstrap, resample_totals
 
 
 def requests(size: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -52,6 +52,24 @@ def test_equal_requests_resample_as_a_binomial(size: int, winners: int) -> None:
     assert stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 1e-3
 
 
+def multiply_shift(rng: np.random.Generator, size: int, rows: int, columns: int) -> np.ndarray:
+    """Half a word a draw, lower halves first; none that would be rejected is among these."""
+    words = [int(word) for word in rng.bit_generator.random_raw((rows * columns + 1) // 2)]
+    halves = [word & 0xFFFFFFFF for word in words] + [word >> 32 for word in words]
+    assert min(half * size & 0xFFFFFFFF for half in halves) >= 2**32 % size
+    return np.array([half * size >> 32 for half in halves[: rows * columns]]).reshape(rows, columns)
+
+
+def test_draws_are_uniform_where_many_are_rejected() -> None:
+    """Onto 3·2^30 places, of 2^32 words every fourth is one too many: unrejected, v mod 3 would stand 2 : 1 : 1."""
+    size = 3 << 30
+    drawn = _uniform(np.random.Generator(np.random.PCG64(7)), size, (3, 10_001))
+    assert drawn.shape == (3, 10_001)
+    assert 0 <= drawn.min() <= drawn.max() < size
+    assert stats.chisquare(np.bincount(drawn.ravel() % 3)).pvalue > 1e-3
+    assert stats.chisquare(np.bincount(drawn.ravel() >> 28, minlength=12)).pvalue > 1e-3
+
+
 @pytest.mark.parametrize("size", [2, 7, 12, 24, 30, 300])
 def test_totals_are_those_of_a_slow_loop_over_the_same_random_stream(size: int) -> None:
     """Decode every drawn tuple into its requests and add them up one by one, exactly."""
@@ -62,8 +80,12 @@ def test_totals_are_those_of_a_slow_loop_over_the_same_random_stream(size: int) 
     width = max(k for k in range(1, min(17, size + 1)) if size**k <= 65536)
     groups = [width] * (size // width) + ([size % width] if size % width else [])
     rng = np.random.Generator(np.random.PCG64(5))
-    full = rng.integers(0, size**width, size=(size // width, resamples), dtype=np.int64 if width > 1 else np.uint16)
-    tail = rng.integers(0, size ** (size % width), size=(1, resamples)) if size % width else np.empty((0, resamples))
+    if width > 1:
+        full = multiply_shift(rng, size**width, size // width, resamples)
+        tail = multiply_shift(rng, size ** (size % width), 1, resamples) if size % width else full[:0]
+    else:
+        full = rng.integers(0, size, size=(size, resamples), dtype=np.uint16)
+        tail = full[:0]
     for column in range(resamples):
         sums = [0, 0]
         for code, digits in zip([*full[:, column], *tail[:, column]], groups, strict=True):

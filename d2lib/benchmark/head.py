@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from d2lib.benchmark.measure import Place, Row, in_child, medians
+from d2lib.benchmark.measure import CPU, Place, Row, in_child, medians
 from d2lib.drafter.head_loss import fused_head_loss
 from d2lib.drafter.objectives import Objective, ace, deepspec_mixture, kl, tvd
 from d2lib.errors import Unexpected
@@ -94,10 +94,9 @@ def _gradient(x: Tensor) -> Tensor:
 
 
 def measure_head(
-    *, vocabulary: int, dim: int, blocks: int, repeats: int, threads: int, place: Place | None = None
+    *, vocabulary: int, dim: int, blocks: int, repeats: int, threads: int, place: Place = CPU
 ) -> list[Row]:
     """Time of every loss, its largest error against the plain form, and the memory in children of their own; fp32."""
-    place = place or Place()
     case = HeadCase.random(blocks, vocabulary=vocabulary, dim=dim, device=place.device)
     at = f"V {vocabulary:,}, dim {dim:,}, {blocks} blocks × 5 slots, fp32 on {place.device}"
     rows = []

@@ -75,12 +75,17 @@ class Place:
         unit: str,
         sense: Literal["<=", ">="],
         bound: float,
+        gpu_bound: float | None = None,
     ) -> Row:
-        """A row whose bound is stated for two CPU cores; elsewhere only its number is."""
-        return Row(what, at, against, value, unit, *((sense, bound) if self.bounded else ()))
+        """A row with the bound that is stated for two CPU cores or for a GPU; where none is, only with its number."""
+        here = bound if self.bounded else gpu_bound if self.device == "cuda" else None
+        return Row(what, at, against, value, unit, *(() if here is None else (sense, here)))
 
     def __str__(self) -> str:
         return f"{'bf16' if self.dtype == torch.bfloat16 else 'fp32'} on {self.device}"
+
+
+CPU = Place()
 
 
 def medians(sides: Mapping[str, Callable[[], object]], repeats: int, calls: int = 1) -> dict[str, float]:

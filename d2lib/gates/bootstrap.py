@@ -24,7 +24,7 @@ Float64 = NDArray[np.float64]
 
 # The next three are part of the definition of the random stream, like the seed.
 _TABLE = 1 << 16  # entries of the table of request tuples: 512 KiB, so that it stays in a core's cache
-_DRAWS = 1 << 19  # draws at a time
+_DRAWS = 1 << 16  # draws at a time
 _CHUNK = 1500  # resamples at a time
 _LOW = 32  # a total is kept as gain·2^32 + rounds, both exact
 
@@ -127,14 +127,41 @@ def resample_totals(gain: Int64, count: Int64, resamples: int, rng: np.random.Ge
     full, rest = divmod(size, width)
     tables = [(full, _tuple_sums(packed, width))] + ([(1, _tuple_sums(packed, rest))] if rest else [])
     step = min(_CHUNK, max(1, _DRAWS // full))
-    dtype = np.uint16 if width == 1 and size <= 1 << 16 else np.int64
+    draw = _uniform16 if width == 1 and size <= 1 << 16 else _uniform
     totals = np.empty(resamples, dtype=np.int64)
     for start in range(0, resamples, step):
         chunk = totals[start : start + step]
         chunk[:] = 0
         for draws, table in tables:
-            chunk += table[rng.integers(0, table.size, size=(draws, chunk.size), dtype=dtype)].sum(axis=0)
+            chunk += table[draw(rng, table.size, (draws, chunk.size))].sum(axis=0)
     return totals >> _LOW, totals & ((1 << _LOW) - 1)
+
+
+def _uniform16(rng: np.random.Generator, size: int, shape: tuple[int, int]) -> NDArray[np.uint16]:
+    """Uniform draws from 0 … size - 1, size at most 2^16: numpy takes four of each raw word."""
+    return rng.integers(0, size, size=shape, dtype=np.uint16)
+
+
+def _uniform(rng: np.random.Generator, size: int, shape: tuple[int, int]) -> Int64:
+    """Uniform draws from 0 … size - 1, size below 2^32: multiply, shift, reject (Lemire 2019, ACM TOMACS 29(1)).
+
+    Each raw word of 64 bits gives two draws; the generator is called once an array, where numpy calls it once a draw.
+    Of the 2^32 halves, 2^32 mod size are too many for equal chances: they are rejected and drawn again.
+    """
+    count = shape[0] * shape[1]
+    raw = rng.bit_generator.random_raw((count + 1) // 2)
+    products = np.empty((2, raw.size), dtype=np.uint64)
+    np.bitwise_and(raw, (1 << 32) - 1, out=products[0])
+    np.right_shift(raw, 32, out=products[1])
+    products *= np.uint64(size)
+    rest = products.astype(np.uint32)
+    products >>= np.uint64(32)
+    drawn = products.view(np.int64)
+    least = (1 << 32) % size
+    if rest.min() < least:
+        rejected = rest < least
+        drawn[rejected] = rng.integers(0, size, size=int(rejected.sum()))
+    return drawn.ravel()[:count].reshape(shape)
 
 
 def _tuple_sums(values: Int64, width: int) -> Int64:
