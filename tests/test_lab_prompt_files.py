@@ -12,7 +12,7 @@ from hf_case import byte_tokenizer
 from d2lib.data.assembly import SCORED
 from d2lib.errors import Refused
 from d2lib.lab.capture import PRETRAINING, CaptureProfile
-from d2lib.lab.prompt_files import Contexts, draw_prompt_files, prompt_sources, read_prompts
+from d2lib.lab.prompt_files import Contexts, Example, draw_prompt_files, prompt_sources, read_prompts
 
 SMOLLM2 = Path(__file__).parent.parent / "params" / "smollm2"
 
@@ -73,20 +73,34 @@ def test_prompts_go_round_the_families_and_pretraining_takes_them_again(tmp_path
     assert torch.equal(first.tokens, second.tokens)
 
 
-def test_a_kind_may_have_a_preamble_of_its_own(tmp_path: Path) -> None:
+def test_a_kinds_example_stands_before_its_prompts_and_is_never_cut(tmp_path: Path) -> None:
     _write(tmp_path, train={"legal": {"a": ["1"]}}, pretraining={"general": {"c": ["2"]}})
-    (tmp_path / "preamble-legal.txt").write_text("y" * 90)
+    (tmp_path / "example-legal.yaml").write_text("prompt: Why?\nanswer: |-\n  Thus.\n  Thus.\n")
     counts = {"train": {"legal": 1}, PRETRAINING: {"general": 1}}
-    drawn = draw_prompt_files(tmp_path, counts, byte_tokenizer(), 60)  # type: ignore[arg-type]
+    drawn = draw_prompt_files(tmp_path, counts, byte_tokenizer(), 110)  # type: ignore[arg-type]
     texts = {group: byte_tokenizer().decode(prompts[0].tokens) for group, prompts in drawn.items()}
-    assert texts["train"] == texts[PRETRAINING].replace("x", "y").replace("2", "1") != texts[PRETRAINING]
+    end = "<s>user\nWhy?</s>\n<s>assistant\nThus.\nThus.</s>\n<s>user\n1</s>\n<s>assistant\n"
+    assert texts["train"].endswith(f"x</s>\n{end}")
+    assert texts[PRETRAINING].endswith("x</s>\n<s>user\n2</s>\n<s>assistant\n")
     names = [source.name for source in prompt_sources(tmp_path, counts)]  # type: ignore[arg-type]
     assert names == [
         "prompts/preamble.txt",
-        "prompts/preamble-legal.txt",
+        "prompts/example-legal.yaml",
         "prompts/train.yaml",
         "prompts/pretraining.yaml",
     ]
+    with pytest.raises(Refused, match="does not fit"):
+        draw_prompt_files(tmp_path, counts, byte_tokenizer(), 60)  # type: ignore[arg-type]
+    (tmp_path / "example-legal.yaml").write_text("prompt: Why?\n")
+    with pytest.raises(Refused, match=r"an example is malformed.*answer"):
+        draw_prompt_files(tmp_path, counts, byte_tokenizer(), 110)  # type: ignore[arg-type]
+
+
+def test_an_example_without_a_template_stands_between_preamble_and_prompt() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    contexts = Contexts(tokenizer, "x" * 90, 60, Example(prompt="Who?", answer="I."))
+    assert tokenizer.decode(contexts.tokens("Why?")) == "<s>" + "x" * 41 + "\n\nWho?\n\nI.\n\nWhy?\n\n"
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ class Drill:
         began = time.monotonic()
         found, said = act()
         lines = said.strip().splitlines() or [""]
-        line = next((line for line in lines if words in line), lines[-1])
+        line = next((line for line in lines if words and words in line), lines[-1])
         holds = found == status and words in line
         expected = f"exit {status}: {words}" if words else f"exit {status}"
         self._add(Row(text, expected, f"exit {found}: {line}", holds, time.monotonic() - began))

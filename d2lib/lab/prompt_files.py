@@ -1,13 +1,13 @@
 """Prompts from data files, made into contexts of one length by the target's own chat template.
 
 A folder holds preamble.txt and one GROUP.yaml for each split and for `pretraining`: kind of text → family → prompts.
-A family stands in one file only, and a prompt once. A kind may have a preamble of its own, preamble-KIND.txt: traffic
-comes with the system message of its service.
+A family stands in one file only, and a prompt once. A kind may have an example, example-KIND.yaml: the prompt and the
+answer of an exchange that stands before every prompt of that kind, as services show a model their house form.
 
 Every context has exactly `length` tokens, so that every sequence begins alike: the template's system message is the
-preamble, cut after as many tokens as are left beside the prompt and the template's own. A prompt is never cut; one that
-does not fit is refused, and so is a preamble that is too short for the shortest prompt. A tokenizer without a template
-(a base model) gets the cut preamble, then the prompt.
+preamble, cut after as many tokens as are left beside example, prompt and the template's own. Prompt and example are
+never cut; where they do not fit they are refused, and so is a preamble that is too short for the shortest prompt. A
+tokenizer without a template (a base model) gets the cut preamble, the example, then the prompt.
 """
 
 from __future__ import annotations
@@ -22,13 +22,22 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from d2lib.data.manifest import refused_field
 from d2lib.errors import Refused
-from d2lib.files import sha256_file
+from d2lib.files import Record, sha256_file
 from d2lib.lab.corpus import Kind, SourceFile
 from d2lib.lab.prompts import PRETRAINING, Group, Prompt
 
 PREAMBLE = "preamble.txt"
 
 Text = Annotated[str, Field(min_length=1)]
+
+
+class Example(Record):
+    """An exchange that stands before every prompt of its kind."""
+
+    prompt: Text
+    answer: Text
+
+
 PromptFile = dict[Kind, dict[Text, list[Text]]]
 _FILE = TypeAdapter(PromptFile)
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
@@ -69,16 +78,29 @@ def read_prompts(folder: Path, counts: Mapping[Group, Mapping[Kind, int]]) -> di
     return files
 
 
-def preamble(folder: Path, kind: Kind) -> Path:
-    """The file of a kind's system message."""
-    own = folder / f"preamble-{kind}.txt"
-    return own if own.exists() else folder / PREAMBLE
+def example_file(folder: Path, kind: Kind) -> Path:
+    """Where a kind's example stands, if it has one."""
+    return folder / f"example-{kind}.yaml"
+
+
+def read_example(folder: Path, kind: Kind) -> Example | None:
+    """A kind's example, or None; raises Refused when its file is malformed."""
+    path = example_file(folder, kind)
+    if not path.exists():
+        return None
+    try:
+        return Example.model_validate(yaml.safe_load(_read(path)))
+    except yaml.YAMLError as error:
+        raise Refused("an example is not YAML", found=" ".join(str(error).split())[:200], where=path) from None
+    except ValidationError as error:
+        raise refused_field("an example is malformed", error, path) from None
 
 
 def prompt_sources(folder: Path, counts: Mapping[Group, Mapping[Kind, int]]) -> list[SourceFile]:
     """The files that the prompts come from, for the provenance."""
     kinds = sorted({kind for wanted in counts.values() for kind in wanted})
-    names = [*dict.fromkeys(preamble(folder, kind).name for kind in kinds), *(f"{group}.yaml" for group in counts)]
+    examples = [path.name for path in (example_file(folder, kind) for kind in kinds) if path.exists()]
+    names = [PREAMBLE, *examples, *(f"{group}.yaml" for group in counts)]
     return [
         SourceFile(
             kind="prompts",
@@ -98,13 +120,14 @@ def draw_prompt_files(
     Raises Refused as `read_prompts` and `Contexts`.
     """
     files = read_prompts(folder, counts)
+    text = _read(folder / PREAMBLE).strip()
     contexts: dict[Kind, Contexts] = {}
     prompts: dict[Group, list[Prompt]] = {group: [] for group in counts}
     for group, wanted in counts.items():
         for kind, number in wanted.items():
             families = files[group].get(kind, {})
             if kind not in contexts:
-                contexts[kind] = Contexts(tokenizer, _read(preamble(folder, kind)).strip(), length)
+                contexts[kind] = Contexts(tokenizer, text, length, read_example(folder, kind))
             longest = max(map(len, families.values()), default=0)
             order = [
                 (family, texts[turn])
@@ -113,8 +136,8 @@ def draw_prompt_files(
                 if turn < len(texts)
             ]
             for place in range(number):
-                family, text = order[place % len(order)]
-                tokens = contexts[kind].tokens(text)
+                family, prompt = order[place % len(order)]
+                tokens = contexts[kind].tokens(prompt)
                 prompts[group].append(Prompt(f"{group}-{kind}-{place:03d}", group, kind, f"{kind}/{family}", tokens))
     return prompts
 
@@ -123,7 +146,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise Refused("a preamble cannot be read", found=error.strerror, where=path) from None
+        raise Refused("a prompt file cannot be read", found=error.strerror, where=path) from None
 
 
 class Contexts:
@@ -133,11 +156,13 @@ class Contexts:
         tokenizer: from transformers.
         preamble: the system message, cut to fit.
         length: tokens of every context.
+        example: stands before every prompt.
     """
 
-    def __init__(self, tokenizer: Any, preamble: str, length: int) -> None:
+    def __init__(self, tokenizer: Any, preamble: str, length: int, example: Example | None = None) -> None:
         self.tokenizer = tokenizer
         self.length = length
+        self.example = example
         self.preamble = self._ids(preamble)
 
     def tokens(self, prompt: str) -> torch.Tensor:
@@ -155,21 +180,25 @@ class Contexts:
         return torch.tensor(before + self.preamble[:room] + after)
 
     def _frame(self, prompt: str) -> tuple[list[int], list[int]]:
-        """What stands before and after the preamble: the template's own tokens, and the prompt."""
+        """What stands before and after the preamble: the template's own tokens, the example and the prompt."""
+        said = [] if self.example is None else [self.example.prompt, self.example.answer]
+        texts = [*said, prompt]
         if getattr(self.tokenizer, "chat_template", None) is None:
             start = self.tokenizer.bos_token_id
-            return ([] if start is None else [start]), self._ids(f"\n\n{prompt}\n\n")
-        system = [{"role": "system", "content": _MARK}, {"role": "user", "content": prompt}]
+            return ([] if start is None else [start]), self._ids("".join(f"\n\n{text}" for text in texts) + "\n\n")
+        turns = [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(texts)]
         try:
-            text = self.tokenizer.apply_chat_template(system, tokenize=False, add_generation_prompt=True)
+            text = self._render([{"role": "system", "content": _MARK}, *turns])
         except Exception:  # a template that knows no system message raises its own error, of any kind
-            text = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": f"{_MARK}\n\n{prompt}"}], tokenize=False, add_generation_prompt=True
-            )
-        before, mark, after = cast(str, text).partition(_MARK)
+            first = {"role": "user", "content": f"{_MARK}\n\n{texts[0]}"}
+            text = self._render([first, *turns[1:]])
+        before, mark, after = text.partition(_MARK)
         if not mark:
             raise Refused("the chat template drops what it is given", found=text[:80])
         return self._ids(before), self._ids(after)
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        return cast(str, self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
     def _ids(self, text: str) -> list[int]:
         return list(map(int, self.tokenizer(text, add_special_tokens=False)["input_ids"]))
