@@ -22,9 +22,10 @@ from d2lib.errors import Refused
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
 
-# The next three are part of the definition of the random stream, like the seed.
+# The next four are part of the definition of the random stream, like the seed.
 _TABLE = 1 << 16  # entries of the table of request tuples: 512 KiB, so that it stays in a core's cache
-_DRAWS = 1 << 16  # draws at a time
+_DRAWS = 1 << 14  # draws at a time, 64 bits each: the C library maps larger arrays anew at every use
+_NARROW = 1 << 19  # draws of 16 bits at a time, of whose arrays that is a small part
 _CHUNK = 1500  # resamples at a time
 _LOW = 32  # a total is kept as gain·2^32 + rounds, both exact
 
@@ -126,8 +127,8 @@ def resample_totals(gain: Int64, count: Int64, resamples: int, rng: np.random.Ge
         width += 1
     full, rest = divmod(size, width)
     tables = [(full, _tuple_sums(packed, width))] + ([(1, _tuple_sums(packed, rest))] if rest else [])
-    step = min(_CHUNK, max(1, _DRAWS // full))
-    draw = _uniform16 if width == 1 and size <= 1 << 16 else _uniform
+    draw, most = (_uniform16, _NARROW) if width == 1 and size <= 1 << 16 else (_uniform, _DRAWS)
+    step = min(_CHUNK, max(1, most // full))
     totals = np.empty(resamples, dtype=np.int64)
     for start in range(0, resamples, step):
         chunk = totals[start : start + step]
@@ -145,23 +146,22 @@ def _uniform16(rng: np.random.Generator, size: int, shape: tuple[int, int]) -> N
 def _uniform(rng: np.random.Generator, size: int, shape: tuple[int, int]) -> Int64:
     """Uniform draws from 0 … size - 1, size below 2^32: multiply, shift, reject (Lemire 2019, ACM TOMACS 29(1)).
 
-    Each raw word of 64 bits gives two draws; the generator is called once an array, where numpy calls it once a draw.
-    Of the 2^32 halves, 2^32 mod size are too many for equal chances: they are rejected and drawn again.
+    What `rng.integers` gives, in less time: each raw word of 64 bits is two halves, and the generator is called once an
+    array, not once a draw. Of the 2^32 halves, 2^32 mod size are too many for equal chances: they are left out.
     """
     count = shape[0] * shape[1]
     raw = rng.bit_generator.random_raw((count + 1) // 2)
-    products = np.empty((2, raw.size), dtype=np.uint64)
-    np.bitwise_and(raw, (1 << 32) - 1, out=products[0])
-    np.right_shift(raw, 32, out=products[1])
+    products = raw.astype("<u8", copy=False).view("<u4").astype(np.uint64)
     products *= np.uint64(size)
     rest = products.astype(np.uint32)
     products >>= np.uint64(32)
     drawn = products.view(np.int64)
     least = (1 << 32) % size
     if rest.min() < least:
-        rejected = rest < least
-        drawn[rejected] = rng.integers(0, size, size=int(rejected.sum()))
-    return drawn.ravel()[:count].reshape(shape)
+        drawn = drawn[rest >= least]
+        if drawn.size < count:
+            drawn = np.concatenate((drawn, _uniform(rng, size, (1, count - drawn.size))[0]))
+    return drawn[:count].reshape(shape)
 
 
 def _tuple_sums(values: Int64, width: int) -> Int64:
