@@ -37,7 +37,7 @@ def table_html(rows: Sequence[Row], caption: str = "", label: str = "Table") -> 
         label: the box's name for those who do not see it, where there is no caption.
     """
     if not rows:
-        return "<p>no rows</p>"
+        return f"<p>{html.escape(caption or label)}: none.</p>"
     head = "".join(f'<th scope="col">{html.escape(str(name))}</th>' for name in rows[0])
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(number(value))}</td>" for value in row.values()) + "</tr>" for row in rows

@@ -16,7 +16,7 @@ from matplotlib.text import Text
 
 from d2lib import plots
 from d2lib.gates.gate import judged
-from d2lib.show import svg
+from d2lib.show import svg, table_html
 
 RNG = np.random.default_rng(5)
 GAINS = {f"heldout_legal-{i:03}": float(gain) for i, gain in enumerate(RNG.normal(0.15, 0.2, 30))}
@@ -302,3 +302,7 @@ def test_gate_table_escapes() -> None:
     for tag in ("<b><", "<i>", "<s>", "<PASS>"):
         assert tag not in text
     assert "&lt;i&gt;" in text
+
+
+def test_a_table_without_rows_says_of_what_there_is_none() -> None:
+    assert table_html([], "Rounds < 3") == "<p>Rounds &lt; 3: none.</p>"
