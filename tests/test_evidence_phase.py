@@ -107,7 +107,9 @@ def test_outside_the_engine_a_phase_reads_the_run_and_writes_elsewhere(
     assert phase.params.rate == 0.5
     assert phase.input("assembly", "assembly") == run / "assembly"
     assert phase.receipt("finish").verdict == "FAIL"
-    for path in (phase.output("sheet", "cost/sheet.txt"), phase.attempt_dir / "table.csv"):
+    table = phase.output("table", phase.attempt_dir / "table.csv")
+    assert table == phase.attempt_dir / "table.csv"
+    for path in (phase.output("sheet", "cost/sheet.txt"), table):
         path.write_text("x")
         assert not path.is_relative_to(run)
     phase.record({"x": 1}, "PASS")

@@ -170,14 +170,15 @@ class Phase(Generic[P]):
 
         Args:
             label: what it is; unique.
-            path: a file or folder, from the run root or absolute under it.
+            path: a file or folder, from the run root or absolute under it (as under attempt_dir).
 
         Returns: the path to write, its folder made; in a preview it lies in a temporary folder.
         Raises:
             Refused: the path leaves the run root, or is a receipt's.
         """
         self._new(label, self._outputs)
-        relative = output_name(self.root, path)
+        within = self.attempt_dir if self.preview and Path(path).is_relative_to(self.attempt_dir) else self.root
+        relative = output_name(within, path)
         if split_attempt(self.root / relative) or any(
             split_attempt(parent) and parent != self.attempt_dir for parent in (self.root / relative).parents
         ):
