@@ -12,9 +12,9 @@ tokenizer without a template (a base model) gets the cut preamble, the example, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import torch
 import yaml
@@ -27,6 +27,7 @@ from d2lib.lab.corpus import Kind, SourceFile
 from d2lib.lab.prompts import PRETRAINING, Group, Prompt
 
 PREAMBLE = "preamble.txt"
+T = TypeVar("T")
 
 Text = Annotated[str, Field(min_length=1)]
 
@@ -55,14 +56,7 @@ def read_prompts(folder: Path, counts: Mapping[Group, Mapping[Kind, int]]) -> di
     seen: set[str] = set()
     for group, wanted in counts.items():
         path = folder / f"{group}.yaml"
-        try:
-            files[group] = _FILE.validate_python(yaml.safe_load(path.read_text(encoding="utf-8")))
-        except OSError as error:
-            raise Refused("a prompt file cannot be read", found=error.strerror, where=path) from None
-        except yaml.YAMLError as error:
-            raise Refused("a prompt file is not YAML", found=" ".join(str(error).split())[:200], where=path) from None
-        except ValidationError as error:
-            raise refused_field("a prompt file is malformed", error, path) from None
+        files[group] = _parse(path, _FILE.validate_python, "a prompt file")
         for families in files[group].values():
             for family, prompts in families.items():
                 if home.setdefault(family, group) != group:
@@ -86,14 +80,7 @@ def example_file(folder: Path, kind: Kind) -> Path:
 def read_example(folder: Path, kind: Kind) -> Example | None:
     """A kind's example, or None; raises Refused when its file is malformed."""
     path = example_file(folder, kind)
-    if not path.exists():
-        return None
-    try:
-        return Example.model_validate(yaml.safe_load(_read(path)))
-    except yaml.YAMLError as error:
-        raise Refused("an example is not YAML", found=" ".join(str(error).split())[:200], where=path) from None
-    except ValidationError as error:
-        raise refused_field("an example is malformed", error, path) from None
+    return _parse(path, Example.model_validate, "an example") if path.exists() else None
 
 
 def prompt_sources(folder: Path, counts: Mapping[Group, Mapping[Kind, int]]) -> list[SourceFile]:
@@ -140,6 +127,16 @@ def draw_prompt_files(
                 tokens = contexts[kind].tokens(prompt)
                 prompts[group].append(Prompt(f"{group}-{kind}-{place:03d}", group, kind, f"{kind}/{family}", tokens))
     return prompts
+
+
+def _parse(path: Path, validate: Callable[[Any], T], what: str) -> T:
+    """A YAML file, validated; raises Refused when it cannot be read, is not YAML or is malformed."""
+    try:
+        return validate(yaml.safe_load(_read(path)))
+    except yaml.YAMLError as error:
+        raise Refused(f"{what} is not YAML", found=" ".join(str(error).split())[:200], where=path) from None
+    except ValidationError as error:
+        raise refused_field(f"{what} is malformed", error, path) from None
 
 
 def _read(path: Path) -> str:
