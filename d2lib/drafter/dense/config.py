@@ -6,6 +6,7 @@ nothing else. Fields and tensor names are DeepSpec's where it has them.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
@@ -164,7 +165,7 @@ class DenseConfig(Record):
     @model_validator(mode="after")
     def _taps(self) -> Self:
         taps = self.target_layer_ids
-        if any(later <= earlier for earlier, later in zip(taps, taps[1:], strict=False)):
+        if any(later <= earlier for earlier, later in pairwise(taps)):
             raise ValueError(f"target_layer_ids must rise strictly, as servers concatenate taps; found {list(taps)}")
         if taps[0] < 0 or taps[-1] >= self.n_target_layers:
             raise ValueError(
