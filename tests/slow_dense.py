@@ -1,4 +1,4 @@
-"""A second dense drafter, written from the formulas as scalar loops in plain Python floats (fp64). Slow; an oracle only.
+"""A second dense drafter, written from the formulas as scalar loops in plain Python floats (fp64). Slow, an oracle.
 
 It shares no code with the library: vectors are lists, a round is a `Round`, and every sum is spelt out.
 """

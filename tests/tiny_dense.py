@@ -189,9 +189,7 @@ def dense_configs(draw: st.DrawFn, **fixed: Any) -> DenseConfig:
     confidence, kv_heads = draw(st.booleans()), draw(st.integers(1, 2))
     fields: dict[str, Any] = {
         "n_layers": layers,
-        "layer_types": tuple(
-            draw(st.sampled_from(["full_attention", "sliding_attention"])) for _ in range(layers)
-        ),
+        "layer_types": tuple(draw(st.sampled_from(["full_attention", "sliding_attention"])) for _ in range(layers)),
         "sliding_window": draw(st.integers(block + 1, block + 6)),
         "causal": tuple(draw(st.booleans()) for _ in range(layers)),
         "layout": layout,
