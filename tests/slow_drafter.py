@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from d2lib.drafter.batch import Round
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DrafterConfig
 
 Vector = list[float]
 

@@ -12,8 +12,8 @@ from d2lib.benchmark.cases import drafter_config, random_adapter, random_blocks,
 from d2lib.benchmark.drafting import BF16_TOLERANCE, TOLERANCES, fast_update, measure_update, reference_update, slope
 from d2lib.benchmark.head import LOSSES, HeadCase
 from d2lib.benchmark.measure import Peak, Place, Row, in_child, medians
-from d2lib.drafter.fast import FastDrafter
-from d2lib.drafter.reference import Reference
+from d2lib.drafter.deepseek.fast import FastDrafter
+from d2lib.drafter.deepseek.reference import Reference
 from d2lib.errors import Unexpected
 
 

@@ -15,7 +15,7 @@ from d2lib.data.blocks import D2Blocks, Ranges
 from d2lib.data.manifest import Manifest
 from d2lib.data.sidecar import Sidecar
 from d2lib.drafter.batch import Round
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DrafterConfig
 from d2lib.errors import Refused
 
 

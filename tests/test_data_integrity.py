@@ -13,7 +13,7 @@ from tiny import tiny_config
 
 from d2lib.data.integrity import coverage_rows, integrity_rows
 from d2lib.data.manifest import FileEntry, Manifest, SequenceEntry
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DrafterConfig
 
 CONFIG = tiny_config()
 HEAD = torch.randn(CONFIG.vocab_size, CONFIG.dim, generator=torch.Generator().manual_seed(3))

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import random_batch, tiny_adapter, tiny_config, tiny_weights
 
-from d2lib.drafter import batched, reference
+from d2lib.drafter import batched
 from d2lib.drafter.batch import BlockBatch
 from d2lib.drafter.batched import BatchedReference, select_rounds, self_check
-from d2lib.drafter.config import DrafterConfig
-from d2lib.drafter.reference import Reference
+from d2lib.drafter.deepseek import reference
+from d2lib.drafter.deepseek.config import DrafterConfig
+from d2lib.drafter.deepseek.reference import Reference
 
 WIDE = {"dim": 96, "head_dim": 32, "rope_head_dim": 16, "moe_inter_dim": 80, "vocab_size": 300, "noise_token_id": 299}
 CONFIGS = {

@@ -12,8 +12,9 @@ from slow_drafter import e4m3
 from tiny import tiny_config
 from torch.nn import functional as F
 
-from d2lib.drafter import kernels, layers
-from d2lib.drafter.rotary import rotary_angles, rotate
+from d2lib.drafter import kernels
+from d2lib.drafter.deepseek import layers
+from d2lib.drafter.deepseek.rotary import rotary_angles, rotate
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

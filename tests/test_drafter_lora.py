@@ -16,6 +16,7 @@ from test_drafter_weights import V41_FLASH
 from tiny import random_batch, tiny_adapter, tiny_config, tiny_weights
 from torch import Tensor, nn
 
+from d2lib.drafter.deepseek.reference import Reference
 from d2lib.drafter.lora import (
     Adapter,
     adapter_shapes,
@@ -26,7 +27,6 @@ from d2lib.drafter.lora import (
     merge,
     save_adapter,
 )
-from d2lib.drafter.reference import Reference
 from d2lib.errors import Refused
 
 CONFIG = tiny_config()

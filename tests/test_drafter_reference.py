@@ -10,9 +10,9 @@ from slow_drafter import SlowDrafter
 from tiny import random_batch, tiny_adapter, tiny_config, tiny_weights
 
 from d2lib.drafter.batch import Round
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DrafterConfig
+from d2lib.drafter.deepseek.reference import Reference, teacher_logits
 from d2lib.drafter.lora import initialize_adapter
-from d2lib.drafter.reference import Reference, teacher_logits
 from d2lib.errors import Refused
 
 TOLERANCE = 5e-5

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 from tiny import random_batch, tiny_config, tiny_weights
 
-from d2lib.drafter.config import DrafterConfig
-from d2lib.drafter.layers import mixes
-from d2lib.drafter.reference import Reference
-from d2lib.drafter.weights import Weights, expected_shapes, initialize, load_weights, save_weights
+from d2lib.drafter.deepseek.config import DrafterConfig
+from d2lib.drafter.deepseek.layers import mixes
+from d2lib.drafter.deepseek.reference import Reference
+from d2lib.drafter.deepseek.weights import Weights, expected_shapes, initialize, load_weights, save_weights
 from d2lib.errors import Refused
 
 V41_FLASH = DrafterConfig(

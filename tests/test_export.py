@@ -18,9 +18,9 @@ from test_drafter_lora import ByModules, module_tree
 from tiny import random_batch
 
 from d2lib.cli import main
+from d2lib.drafter.deepseek.reference import Reference
+from d2lib.drafter.deepseek.weights import read_tensors
 from d2lib.drafter.lora import lora_targets, merge
-from d2lib.drafter.reference import Reference
-from d2lib.drafter.weights import read_tensors
 from d2lib.errors import Refused, Unexpected
 from d2lib.evidence.ledger import genesis, make_line, read_ledger
 from d2lib.evidence.receipts import read_receipt

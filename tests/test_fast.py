@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from d2lib.drafter.batch import BlockBatch
-from d2lib.drafter.config import DrafterConfig
-from d2lib.drafter.fast import FastDrafter
+from d2lib.drafter.deepseek.config import DrafterConfig
+from d2lib.drafter.deepseek.fast import FastDrafter
+from d2lib.drafter.deepseek.reference import Reference, teacher_logits
 from d2lib.drafter.head_loss import fused_head_loss
 from d2lib.drafter.objectives import OBJECTIVES, Objective, SlotStatistics, deepspec_mixture
-from d2lib.drafter.reference import Reference, teacher_logits
 from tests.tiny import random_batch, tiny_adapter, tiny_config, tiny_weights
 
 ALL: dict[str, Objective] = {**OBJECTIVES, "mixture": deepspec_mixture}

@@ -14,7 +14,7 @@ from d2lib.data.k2 import K2File, K2Header, K2Round, leading_matches, write_k2
 from d2lib.data.manifest import FileEntry, Manifest, SequenceEntry
 from d2lib.data.sample import frozen_sample
 from d2lib.data.sidecar import TOP, write_sidecar
-from d2lib.drafter.reference import Reference
+from d2lib.drafter.deepseek.reference import Reference
 from d2lib.errors import Refused
 from d2lib.files import sha256_file
 from d2lib.gates.g2 import build_part

@@ -17,7 +17,7 @@ from tiny import random_batch, tiny_adapter, tiny_config, tiny_weights
 
 from d2lib.drafter.batch import BlockBatch
 from d2lib.drafter.batched import select_rounds
-from d2lib.drafter.reference import Reference
+from d2lib.drafter.deepseek.reference import Reference
 from d2lib.errors import Interrupted, Refused
 from d2lib.files import canonical_json
 from d2lib.gates import scoring

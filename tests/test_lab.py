@@ -233,7 +233,7 @@ def test_the_live_loop_drafts_what_the_reference_drafts(form: str, tmp_path: Pat
     ]
     decode_live(config, weights, streams)
     from d2lib.drafter.batch import Round
-    from d2lib.drafter.reference import Reference
+    from d2lib.drafter.deepseek.reference import Reference
 
     reference, compared = Reference(config, weights), 0
     for stream in streams:
@@ -406,7 +406,7 @@ def test_parity_notices_another_drafter(captured: Path) -> None:
 
 
 def test_the_native_loss_is_the_mixture_and_the_confidences(captured: Path) -> None:
-    from d2lib.drafter.fast import FastDrafter
+    from d2lib.drafter.deepseek.fast import FastDrafter
 
     assembly = Assembly(captured)
     batch = assembly.blocks("train").batch(torch.tensor([0, 5, 60]))

@@ -123,7 +123,7 @@ def test_ref_and_fast_arms_take_the_same_steps(tmp_path: Path) -> None:
 
 
 def test_one_update_is_torchs_adamw(tmp_path: Path) -> None:
-    from d2lib.drafter.fast import FastDrafter
+    from d2lib.drafter.deepseek.fast import FastDrafter
     from d2lib.drafter.objectives import OBJECTIVES
 
     result = run(tmp_path, to_qualify("TVD", 1e-2, 1), limit_updates=1)

@@ -17,7 +17,7 @@ from d2lib.data.assembly import Assembly, k2_file
 from d2lib.data.k2 import K2File
 from d2lib.data.manifest import Split
 from d2lib.data.sample import SAMPLED, FrozenSample, Population, frozen_sample
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DrafterConfig
 from d2lib.errors import Refused
 from d2lib.files import Hashed, inside, read_json, sha256_file
 from d2lib.gates.journal import ScoredSplit

@@ -22,8 +22,8 @@ from d2lib.data.blocks import D2Blocks
 from d2lib.data.check import thousands
 from d2lib.data.integrity import integrity_rows
 from d2lib.data.sample import SAMPLED
+from d2lib.drafter.deepseek.reference import Reference
 from d2lib.drafter.lora import adapter_rank, initialization_sha256, initialize_adapter, load_adapter
-from d2lib.drafter.reference import Reference
 from d2lib.errors import Refused
 from d2lib.evidence.sign import read_policy, require_signatures
 from d2lib.files import canonical_json, inside, read_json, sha256_file, walk

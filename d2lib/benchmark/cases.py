@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from d2lib.drafter.batch import BlockBatch
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DrafterConfig
+from d2lib.drafter.deepseek.weights import Weights, expected_shapes
 from d2lib.drafter.lora import Adapter, initialize_adapter
-from d2lib.drafter.weights import Weights, expected_shapes
 
 
 def drafter_config(**overrides: Any) -> DrafterConfig:

@@ -13,11 +13,11 @@ from d2lib.benchmark.cases import drafter_config, random_adapter, random_blocks,
 from d2lib.benchmark.measure import CPU, Place, Row, medians
 from d2lib.drafter.batch import BlockBatch
 from d2lib.drafter.batched import BatchedReference, self_check
-from d2lib.drafter.config import DrafterConfig
-from d2lib.drafter.fast import FastDrafter
+from d2lib.drafter.deepseek.config import DrafterConfig
+from d2lib.drafter.deepseek.fast import FastDrafter
+from d2lib.drafter.deepseek.reference import Reference, teacher_logits
 from d2lib.drafter.lora import Adapter
 from d2lib.drafter.objectives import OBJECTIVES
-from d2lib.drafter.reference import Reference, teacher_logits
 from d2lib.train.arms import slot_statistics
 
 TOLERANCES = {"KL": 1e-5, "TVD": 2e-3, "LR": 1e-5, "ACE": 2e-3}

@@ -17,7 +17,7 @@ from torch import Tensor
 from d2lib.data.manifest import Manifest, SequenceEntry, Split
 from d2lib.data.sidecar import DTYPES, Sidecar, TensorName
 from d2lib.drafter.batch import BlockBatch
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DrafterConfig
 from d2lib.errors import Refused
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from d2lib.drafter.batch import BlockBatch
-from d2lib.drafter.config import DrafterConfig
-from d2lib.drafter.reference import Reference
+from d2lib.drafter.deepseek.config import DrafterConfig
+from d2lib.drafter.deepseek.reference import Reference
 
 _CHUNK_ROUNDS = 256
 _CHUNK_LOGITS = 1 << 25

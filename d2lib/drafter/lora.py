@@ -15,8 +15,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from d2lib.drafter.config import DrafterConfig
-from d2lib.drafter.weights import Weights, expected_shapes, read_tensors, write_tensors
+from d2lib.drafter.deepseek.config import DrafterConfig
+from d2lib.drafter.deepseek.weights import Weights, expected_shapes, read_tensors, write_tensors
 from d2lib.errors import Refused
 from d2lib.files import Hashed
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from d2lib.data.assembly import Assembly
-from d2lib.drafter.reference import Reference
+from d2lib.drafter.deepseek.reference import Reference
 from d2lib.errors import Refused
 from d2lib.files import write_json
 from d2lib.gates.g2 import SplitPart, build_part

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from d2lib.drafter.batch import BlockBatch
 from d2lib.drafter.batched import BatchedReference, select_rounds, self_check
+from d2lib.drafter.deepseek.reference import Reference, teacher_logits
 from d2lib.drafter.kernels import fold
-from d2lib.drafter.reference import Reference, teacher_logits
 from d2lib.errors import Interrupted, Refused
 from d2lib.gates.journal import Journal
 from d2lib.gates.request import RequestScore

@@ -28,8 +28,8 @@ from d2lib.data.blocks import D2Blocks
 from d2lib.data.k2 import K2File, K2Header, K2Round, write_k2
 from d2lib.data.manifest import FileEntry, Manifest, SequenceEntry, Split
 from d2lib.data.sidecar import Sidecar, write_sidecar
-from d2lib.drafter.config import DrafterConfig
-from d2lib.drafter.weights import initialize, load_weights, save_weights, write_tensors
+from d2lib.drafter.deepseek.config import DrafterConfig
+from d2lib.drafter.deepseek.weights import initialize, load_weights, save_weights, write_tensors
 from d2lib.errors import Interrupted, Refused
 from d2lib.files import Record, canonical_json, sha256_file, write_json
 from d2lib.lab.corpus import Corpus, Kind, SourceFile, read_corpus

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from d2lib.data.k2 import DRAFTS, K2Round
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DrafterConfig
 from d2lib.errors import Interrupted, Refused
 
 Floats = NDArray[np.float32]

@@ -26,7 +26,7 @@ from d2lib.data.k2 import leading_matches
 from d2lib.data.manifest import FileEntry, Manifest, SequenceEntry, Split
 from d2lib.data.sidecar import Sidecar, write_sidecar
 from d2lib.drafter.batch import Round
-from d2lib.drafter.reference import Reference
+from d2lib.drafter.deepseek.reference import Reference
 from d2lib.errors import Interrupted, Refused
 from d2lib.gates.evaluate import PROBE_ROUNDS
 from d2lib.gates.scoring import Scorer

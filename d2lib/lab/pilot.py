@@ -15,8 +15,8 @@ from d2lib.admission.source import snapshot_source
 from d2lib.data.assembly import Assembly
 from d2lib.data.manifest import Split
 from d2lib.data.sample import SAMPLED, frozen_sample
+from d2lib.drafter.deepseek.reference import Reference
 from d2lib.drafter.lora import save_adapter
-from d2lib.drafter.reference import Reference
 from d2lib.files import read_json, sha256_file, write_json
 from d2lib.gates.evaluate import PROBE_ROUNDS
 from d2lib.gates.pilot import PilotAdapters, PilotScores, PilotVerdict, judge_pilot

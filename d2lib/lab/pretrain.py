@@ -22,9 +22,9 @@ from torch.nn import functional as F
 
 from d2lib.data.blocks import D2Blocks
 from d2lib.drafter.batch import BlockBatch
-from d2lib.drafter.fast import FastDrafter
+from d2lib.drafter.deepseek.fast import FastDrafter
+from d2lib.drafter.deepseek.weights import Weights
 from d2lib.drafter.objectives import Objective, deepspec_mixture, kl
-from d2lib.drafter.weights import Weights
 from d2lib.errors import Interrupted
 from d2lib.files import Record
 from d2lib.lab.training import adamw_and_muon, warmup_cosine

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from d2lib.drafter.batch import BlockBatch
 from d2lib.drafter.batched import BatchedReference
-from d2lib.drafter.config import DrafterConfig
-from d2lib.drafter.fast import FastDrafter
+from d2lib.drafter.deepseek.config import DrafterConfig
+from d2lib.drafter.deepseek.fast import FastDrafter
+from d2lib.drafter.deepseek.reference import teacher_logits
 from d2lib.drafter.head_loss import HeadLoss
 from d2lib.drafter.lora import Adapter
 from d2lib.drafter.objectives import OBJECTIVES, SlotStatistics
-from d2lib.drafter.reference import teacher_logits
 from d2lib.errors import Refused
 from d2lib.train.recipe import Recipe
 

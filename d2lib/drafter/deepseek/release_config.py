@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from d2lib.drafter.config import DrafterConfig, parse_config
-from d2lib.drafter.release import FORMS, Form
+from d2lib.drafter.deepseek.config import DrafterConfig, parse_config
+from d2lib.drafter.deepseek.release import FORMS, Form
 from d2lib.errors import Refused
 from d2lib.files import read_json
 

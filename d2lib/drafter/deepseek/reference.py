@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d2lib.drafter.batch import Round
-from d2lib.drafter.config import DrafterConfig
-from d2lib.drafter.kernels import fold, linear, sigmoid
-from d2lib.drafter.layers import (
+from d2lib.drafter.deepseek.config import DrafterConfig
+from d2lib.drafter.deepseek.layers import (
     Mixes,
     expert,
     mixes,
@@ -32,9 +31,10 @@ from d2lib.drafter.layers import (
     swiglu,
     write_streams,
 )
+from d2lib.drafter.deepseek.rotary import rotary_angles, rotate
+from d2lib.drafter.deepseek.weights import check_weights
+from d2lib.drafter.kernels import fold, linear, sigmoid
 from d2lib.drafter.lora import adapter_rank
-from d2lib.drafter.rotary import rotary_angles, rotate
-from d2lib.drafter.weights import check_weights
 from d2lib.errors import Refused
 
 

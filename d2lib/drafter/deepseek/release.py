@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from d2lib.drafter.config import DrafterConfig
-from d2lib.drafter.weights import Weights, check_weights, expected_shapes
+from d2lib.drafter.deepseek.config import DrafterConfig
+from d2lib.drafter.deepseek.weights import Weights, check_weights, expected_shapes
 from d2lib.errors import Refused
 from d2lib.files import inside, read_json
 

@@ -18,12 +18,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from d2lib.drafter.batch import BlockBatch
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DrafterConfig
+from d2lib.drafter.deepseek.layers import Mixes
+from d2lib.drafter.deepseek.reference import Reference
+from d2lib.drafter.deepseek.rotary import rotary_angles, rotate
 from d2lib.drafter.head_loss import HeadLoss, fused_head_loss
-from d2lib.drafter.layers import Mixes
 from d2lib.drafter.objectives import Objective
-from d2lib.drafter.reference import Reference
-from d2lib.drafter.rotary import rotary_angles, rotate
 
 
 class FastDrafter(Reference):

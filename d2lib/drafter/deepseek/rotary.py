@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DrafterConfig
 
 
 def rotary_angles(positions: Tensor, config: DrafterConfig) -> tuple[Tensor, Tensor]:
