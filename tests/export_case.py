@@ -12,7 +12,7 @@ from gates_cases import digest, part
 from tiny import tiny_adapter, tiny_config, tiny_weights
 
 from d2lib.data.assembly import SCORED
-from d2lib.drafter.deepseek.weights import save_weights
+from d2lib.drafter.weights import save_weights
 from d2lib.files import sha256_file, write_json
 from d2lib.gates.g2 import bind
 from d2lib.train.checkpoint import MOMENTS, Position, State, save

@@ -12,7 +12,7 @@ from tiny import tiny_config
 
 from d2lib.data.assembly import Assembly
 from d2lib.data.sidecar import Sidecar
-from d2lib.drafter.deepseek.weights import initialize, save_weights
+from d2lib.drafter.weights import initialize, save_weights
 from d2lib.files import write_json
 from d2lib.lab.live import decode_alone
 from d2lib.lab.model import LanguageModel, load_model

@@ -14,7 +14,7 @@ from tiny import tiny_config
 
 from d2lib.drafter.deepseek import release as reading
 from d2lib.drafter.deepseek.release import INDEX, decode_fp4, decode_fp8, read_release
-from d2lib.drafter.deepseek.weights import Weights, expected_shapes
+from d2lib.drafter.weights import Weights, expected_shapes
 from d2lib.errors import Refused
 
 DENSE = ("main_proj.weight", ".wq_a.weight", ".wq_b.weight", ".wkv.weight", ".wo_a.weight", ".wo_b.weight")

@@ -14,8 +14,8 @@ from typing import Literal, get_args
 from d2lib.data.blocks import D2Blocks
 from d2lib.data.k2 import K2File
 from d2lib.data.manifest import Manifest, Split
-from d2lib.drafter.deepseek.config import DrafterConfig, load_config
-from d2lib.drafter.deepseek.weights import Weights, load_weights
+from d2lib.drafter.config import DrafterConfig, load_config
+from d2lib.drafter.weights import Weights, load_weights
 from d2lib.errors import Refused
 from d2lib.files import Hashed, inside, sha256_file
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from d2lib.drafter.deepseek.config import DrafterConfig
+from d2lib.drafter.config import DrafterConfig
 from d2lib.drafter.deepseek.release import (
     FORMS,
     INDEX,
@@ -27,7 +27,7 @@ from d2lib.drafter.deepseek.release import (
     weight_map,
 )
 from d2lib.drafter.deepseek.release_config import CONFIG, read_config
-from d2lib.drafter.deepseek.weights import expected_shapes
+from d2lib.drafter.weights import expected_shapes
 from d2lib.errors import Refused
 from d2lib.files import inside, parse_json
 

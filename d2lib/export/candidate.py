@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from d2lib.data.assembly import SCORED
-from d2lib.drafter.deepseek.config import DrafterConfig, load_config
-from d2lib.drafter.deepseek.weights import Weights, load_weights
+from d2lib.drafter.config import DrafterConfig, load_config
 from d2lib.drafter.lora import Adapter
+from d2lib.drafter.weights import Weights, load_weights
 from d2lib.errors import Refused
 from d2lib.evidence.layout import NOTEBOOK, RECEIPT
 from d2lib.evidence.ledger import LedgerLine, read_ledger

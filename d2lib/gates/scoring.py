@@ -20,8 +20,8 @@ from torch import Tensor
 
 from d2lib.drafter.batch import BlockBatch
 from d2lib.drafter.batched import BatchedReference, select_rounds, self_check
-from d2lib.drafter.deepseek.reference import Reference, teacher_logits
 from d2lib.drafter.kernels import fold
+from d2lib.drafter.reference import Reference, teacher_logits
 from d2lib.errors import Interrupted, Refused
 from d2lib.gates.journal import Journal
 from d2lib.gates.request import RequestScore
@@ -80,9 +80,9 @@ class Scorer:
 
     def __init__(self, arms: Mapping[str, Reference], probe: BlockBatch) -> None:
         first = next(iter(arms.values()))
-        self.head = first.weights["head.weight"]
+        self.head = first.head
         for name, arm in arms.items():
-            if arm.config != first.config or not torch.equal(arm.weights["head.weight"], self.head):
+            if arm.config != first.config or not torch.equal(arm.head, self.head):
                 raise Refused("drafters that are compared must share their target and configuration", found=name)
         self.block_size = first.config.block_size
         probe = probe.to(self.head.device)

@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional as F
 
-from d2lib.drafter.deepseek.weights import read_tensors, write_tensors
+from d2lib.drafter.weights import read_tensors, write_tensors
 from d2lib.errors import Refused
 from d2lib.files import Record, read_json, sha256_file
 from d2lib.lab.corpus import SourceFile

@@ -18,7 +18,7 @@ from torch import Tensor
 from d2lib.data.check import CheckRow, thousands
 from d2lib.data.manifest import Manifest, Split
 from d2lib.data.sidecar import TOP, Sidecar, TensorName
-from d2lib.drafter.deepseek.reference import teacher_logits
+from d2lib.drafter.reference import teacher_logits
 from d2lib.lab.model import LanguageModel
 
 _BITS = {2: torch.int16, 4: torch.int32}

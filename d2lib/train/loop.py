@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from d2lib.drafter.batch import BlockBatch
-from d2lib.drafter.deepseek.config import DrafterConfig
+from d2lib.drafter.config import DrafterConfig
 from d2lib.drafter.head_loss import HeadLoss
 from d2lib.drafter.lora import Adapter, adapter_rank, initialization_sha256, initialize_adapter
 from d2lib.errors import Interrupted, Refused, Unexpected

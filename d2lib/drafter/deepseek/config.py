@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from d2lib.errors import Refused
-from d2lib.files import Record, read_json
+from d2lib.drafter.config import DrafterConfig
 
 
-class DrafterConfig(Record):
+class DeepseekConfig(DrafterConfig):
     """Every size of a DSpark drafter (arXiv 2607.05147); nothing in the arithmetic is hard-coded.
 
-    `dim` and `vocab_size` are the target's. Attention is multi-query: one shared KV head with K = V.
+    Attention is multi-query: one shared KV head with K = V.
     """
 
-    dim: int = Field(gt=0)
-    vocab_size: int = Field(gt=1)
+    family: Literal["deepseek"] = "deepseek"
     n_stages: int = Field(gt=0)
     """Draft blocks, checkpoint prefixes `mtp.0 … mtp.{n_stages-1}`."""
-    block_size: int = Field(gt=0)
-    """K: draft slots per round."""
     noise_token_id: int = Field(ge=0)
     """Placeholder id of slots 1 … K-1."""
-    target_layer_ids: tuple[int, ...] = Field(min_length=1, strict=False)
-    """Target layers whose input residual is tapped, in the order of concatenation."""
     window: int = Field(gt=0)
     """Context rows that a round can see."""
     n_heads: int = Field(gt=0)
@@ -55,14 +48,17 @@ class DrafterConfig(Record):
     kv_quant: Literal["off", "e4m3_ue8m0_64"] = "off"
 
     @property
-    def n_taps(self) -> int:
-        """Tapped layers; raw taps have `n_taps * dim` channels."""
-        return len(self.target_layer_ids)
-
-    @property
     def head_inner(self) -> int:
         """Channels of all query heads together."""
         return self.n_heads * self.head_dim
+
+    def context_rows(self, anchor: int) -> int:
+        """See DrafterConfig: at most the window."""
+        return min(anchor, self.window)
+
+    def padded_rows(self, rows: int) -> int:
+        """See DrafterConfig: always the window."""
+        return self.window
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:
@@ -77,22 +73,3 @@ class DrafterConfig(Record):
         if self.kv_quant == "e4m3_ue8m0_64" and (self.head_dim - self.rope_head_dim) % 64:
             raise ValueError("kv_quant needs head_dim - rope_head_dim to be a multiple of 64")
         return self
-
-
-def parse_config(value: Any, *, where: object = None) -> DrafterConfig:
-    """A configuration from a JSON value; raises Refused and names the field that is wrong."""
-    try:
-        return DrafterConfig.model_validate(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise Refused(
-            "the drafter's configuration is wrong",
-            expected=first["msg"],
-            found=first.get("input"),
-            where=f"{where}: {'.'.join(str(part) for part in first['loc'])}",
-        ) from None
-
-
-def load_config(path: Path) -> DrafterConfig:
-    """The configuration in a drafter.json; raises Refused when it is missing or wrong."""
-    return parse_config(read_json(path), where=path)

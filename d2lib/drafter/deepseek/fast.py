@@ -1,15 +1,8 @@
-"""FAST: the training path. The reference's steps over a whole batch, with the library's fastest kernels.
-
-What makes it fast: a context row's main_x and key-value rows are computed once per batch, however many blocks see it;
-all blocks run together; matrix products are as large as they come; hyper-connection weights are laid out so that the
-Sinkhorn loop works on long rows; head and loss never hold a [blocks, K, vocab] tensor (`head_loss`).
-
-It means the same as `Reference` (losses, logits, gradients, to rounding) and has other bits. No verdict uses it.
-"""
+"""FAST of the DeepSeek drafter: all blocks together, hyper-connection weights laid out so that the Sinkhorn loop works
+on long rows, each expert once over all of its rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,91 +10,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from d2lib.drafter.batch import BlockBatch
-from d2lib.drafter.deepseek.config import DrafterConfig
 from d2lib.drafter.deepseek.layers import Mixes
-from d2lib.drafter.deepseek.reference import Reference
+from d2lib.drafter.deepseek.reference import DeepseekReference
 from d2lib.drafter.deepseek.rotary import rotary_angles, rotate
-from d2lib.drafter.head_loss import HeadLoss, fused_head_loss
-from d2lib.drafter.objectives import Objective
+from d2lib.drafter.fast import FastDrafter, fast_rms_norm
 
 
-class FastDrafter(Reference):
-    """A drafter over batches of blocks, differentiable by its adapter and by any weight that asks for a gradient.
-
-    Args:
-        config: sizes and switches.
-        weights: tensors under their release names.
-        adapter: LoRA of those weights, or None.
-        compute_dtype: of the large products; norms, softmax, hyper-connections and the loss stay fp32.
-    """
-
-    def __init__(
-        self,
-        config: DrafterConfig,
-        weights: Mapping[str, Tensor],
-        adapter: Mapping[str, Tensor] | None = None,
-        compute_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__(config, weights, adapter)
-        self.compute_dtype = compute_dtype
-
-    def hidden(self, batch: BlockBatch) -> Tensor:
-        """y [B, K, dim] of every slot of the batch."""
-        rows = self.context_kv(self.main_x(batch.taps), batch.positions)
-        if not len(batch.positions):  # no block sees any row, yet the padding points at one
-            rows = [kv.new_zeros(1, kv.shape[1]) for kv in rows]
-        seen = batch.context.flatten()
-        context = [kv.index_select(0, seen).view(*batch.context.shape, -1) for kv in rows]
-        return self.backbone(batch.anchor_token, batch.anchor, context, batch.context_valid)
-
-    def logits(self, hidden: Tensor, batch: BlockBatch) -> Tensor:
-        """Teacher-forced logits [B, K, V] in full: for small vocabularies and for tests."""
-        return self.base_logits(hidden) + self.markov_bias(batch.previous)
-
-    def base_logits(self, hidden: Tensor) -> Tensor:
-        """lm_head · RMSNorm(y)."""
-        return F.linear(self._norm(hidden, f"{self.last}.norm"), self.weights["head.weight"])
-
-    def markov_bias(self, previous: Tensor) -> Tensor:
-        """What the previous token adds to the logits."""
-        return F.linear(self._markov_embed(previous), self.weights[f"{self.last}.markov_head.head.weight"])
-
-    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Logit of the chance that a slot is accepted."""
-        features = torch.cat([hidden, self._markov_embed(previous)], dim=-1)
-        return (features @ self.weights[f"{self.last}.confidence_head.proj.weight"].t()).squeeze(-1)
-
-    def loss(self, batch: BlockBatch, objective: Objective) -> HeadLoss:
-        """The batch's loss: mean over blocks, differentiable by the adapter (the heads stay frozen)."""
-        return self.head_loss(self.hidden(batch), batch, objective)
-
-    def head_loss(self, hidden: Tensor, batch: BlockBatch, objective: Objective) -> HeadLoss:
-        """The same from y [B, K, dim]; differentiable by it, by the last norm and by the Markov tables."""
-        return fused_head_loss(
-            self._norm(hidden, f"{self.last}.norm"),
-            self.weights["head.weight"],
-            self._markov_embed(batch.previous),
-            self.weights[f"{self.last}.markov_head.head.weight"],
-            batch.teacher_hidden[batch.teacher],
-            batch.target,
-            batch.valid,
-            objective,
-        )
-
-    # The reference's parts, with other kernels.
-
-    def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x.to(self.compute_dtype), weight.to(self.compute_dtype)).float()
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        return _rms_norm(x, self.config.norm_eps) * self.weights[f"{name}.weight"]
-
-    def _project(self, name: str, x: Tensor) -> Tensor:
-        y = self._linear(x, self.weights[f"{name}.weight"])
-        if self.adapter:
-            y = y + self._linear(self._linear(x, self.adapter[f"{name}.lora_A"]), self.adapter[f"{name}.lora_B"])
-        return y
+class DeepseekFast(FastDrafter, DeepseekReference):
+    """The training path; arguments as `FastDrafter`. These are the reference's parts, with other kernels."""
 
     def _project_groups(self, name: str, x: Tensor) -> Tensor:
         groups, dtype = self.config.o_groups, self.compute_dtype
@@ -123,7 +39,7 @@ class FastDrafter(Reference):
         q = self._project(f"{name}.wq_b", self._norm(self._project(f"{name}.wq_a", h), f"{name}.q_norm"))
         q = q.view(-1, c.n_heads, c.head_dim)
         if c.q_head_norm:
-            q = _rms_norm(q, c.norm_eps)
+            q = fast_rms_norm(q, c.norm_eps)
         q = rotate(q, cos, sin).reshape(rounds, c.block_size * c.n_heads, c.head_dim)
         slots = self._kv(name, h, positions).view(rounds, c.block_size, c.head_dim)
         bank = torch.cat([context, slots], dim=1)
@@ -183,10 +99,6 @@ class FastDrafter(Reference):
 
     def _write(self, x: Tensor, h: Tensor, mix: Mixes) -> Tensor:
         return torch.baddbmm(mix.post.unsqueeze(-1) * h.unsqueeze(1), mix.comb.transpose(1, 2), x.contiguous())
-
-
-def _rms_norm(x: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def _swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:

@@ -1,23 +1,18 @@
-"""REF: the drafter's arithmetic, literally, fp32, one round at a time with no reuse between rounds.
-
-Slow on purpose; every verdict is computed with it. A round that has fewer context rows than the window is padded in
-front with masked rows, so that every round goes through products and sums of the same shapes and `batched` can give
-the same bits for many rounds at once.
+"""REF of the DeepSeek-V4/V4.1 drafter: three stages of multi-query attention with a sink and a mixture of experts,
+over several residual streams that hyper-connections read and write.
 
 Sources: the DSpark paper (arXiv 2607.05147) and the published forward of the DeepSeek-V4.1-Flash draft head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from d2lib.drafter.batch import Round
-from d2lib.drafter.deepseek.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DeepseekConfig
 from d2lib.drafter.deepseek.layers import (
     Mixes,
     expert,
@@ -25,105 +20,40 @@ from d2lib.drafter.deepseek.layers import (
     normed_projection,
     quantize_kv,
     read_streams,
-    rms_norm,
     route,
     sink_attention,
     swiglu,
     write_streams,
 )
 from d2lib.drafter.deepseek.rotary import rotary_angles, rotate
-from d2lib.drafter.deepseek.weights import check_weights
-from d2lib.drafter.kernels import fold, linear, sigmoid
-from d2lib.drafter.lora import adapter_rank
-from d2lib.errors import Refused
+from d2lib.drafter.heads import ConfidenceHead, MarkovHead
+from d2lib.drafter.kernels import fold, rms_norm, sigmoid
+from d2lib.drafter.reference import Reference
 
 
-@dataclass(frozen=True)
-class RoundOutput:
-    """One round, teacher-forced.
+class DeepseekReference(Reference):
+    """A DeepSeek drafter that computes one round at a time; arguments as `Reference`."""
 
-    hidden: [K, dim] y, the streams after the last stage. logits: [K, V]; slot i is about token a+1+i.
-    confidence: [K] logits of the chance that the slot is accepted.
-    """
+    config: DeepseekConfig
 
-    hidden: Tensor
-    logits: Tensor
-    confidence: Tensor
+    @property
+    def last(self) -> str:
+        """The last stage, which holds the heads."""
+        return f"mtp.{self.config.n_stages - 1}"
 
-
-def teacher_logits(head: Tensor, hidden: Tensor) -> Tensor:
-    """The target's logits from its final hidden states: [V, dim] and [..., dim] of any float dtype to [..., V] fp32."""
-    return linear(hidden.float(), head)
-
-
-class Reference:
-    """A drafter that computes one round at a time.
-
-    The methods up to `confidence` are the steps of a round. They take a leading axis of rounds B, which here is always
-    one; `BatchedReference` runs the same steps over many.
-
-    Args:
-        config: sizes and switches.
-        weights: fp32 tensors under their release names.
-        adapter: LoRA of those weights, or None for the native drafter.
-    """
-
-    def __init__(
-        self, config: DrafterConfig, weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor] | None = None
-    ) -> None:
-        check_weights(weights, config)
-        if adapter is not None:
-            adapter_rank(adapter, config)
-        self.config = config
-        self.weights = weights
-        self.adapter: Mapping[str, Tensor] = adapter or {}
-        self.last = f"mtp.{config.n_stages - 1}"
-
-    def forward(self, round: Round) -> RoundOutput:
-        """The round's slots, each given the true previous token."""
-        hidden = self._hidden(round)
-        logits = self.base_logits(hidden) + self.markov_bias(round.previous)
-        return RoundOutput(hidden, logits, self.confidence(hidden, round.previous))
-
-    @torch.no_grad()
-    def draft(self, round: Round, k: int | None = None) -> Tensor:
-        """The first k (all by default) drafted tokens, greedy: [k] int64. The lowest index wins a tie."""
-        base = self.base_logits(self._hidden(round))
-        return self.greedy(base.unsqueeze(0), torch.tensor([round.anchor_token], device=base.device), k).squeeze(0)
-
-    def _hidden(self, round: Round) -> Tensor:
-        missing = self.config.window - len(round.positions)
-        taps = F.pad(round.taps.float(), (0, 0, missing, 0))
-        positions = F.pad(round.positions, (missing, 0))
-        valid = torch.arange(self.config.window, device=taps.device) >= missing
-        context = [kv.unsqueeze(0) for kv in self.context_kv(self.main_x(taps), positions)]
-        anchor = torch.tensor([round.anchor], device=taps.device)
-        token = torch.tensor([round.anchor_token], device=taps.device)
-        return self.backbone(token, anchor, context, valid.unsqueeze(0)).squeeze(0)
-
-    # The steps of a round.
-
-    def main_x(self, taps: Tensor) -> Tensor:
-        """RMSNorm(main_proj · raw taps): [R, n_taps·dim] to [R, dim], given to every stage."""
-        return self._norm(self._project("mtp.0.main_proj", taps.float()), "mtp.0.main_norm")
-
-    def context_kv(self, main_x: Tensor, positions: Tensor) -> list[Tensor]:
-        """Every stage's key-value rows [R, head_dim] of context rows [R, dim] at positions [R]."""
+    def context(self, taps: Tensor, positions: Tensor) -> list[Tensor]:
+        """Every stage's key-value rows [R, head_dim] of main_x = RMSNorm(main_proj · raw taps)."""
+        main_x = self._norm(self._project("mtp.0.main_proj", taps.float()), "mtp.0.main_norm")
         return [self._kv(f"mtp.{stage}.attn", main_x, positions) for stage in range(self.config.n_stages)]
 
     def backbone(self, anchor_token: Tensor, anchor: Tensor, context: list[Tensor], context_valid: Tensor) -> Tensor:
-        """The parallel pass: y [B, K, dim] of every slot.
-
-        Args:
-            anchor_token, anchor: [B] int64.
-            context: per stage [B, window, head_dim]. context_valid: [B, window] bool.
-        """
+        """The parallel pass: y [B, K, dim] of every slot, the streams after the last stage; see Reference."""
         c = self.config
         rounds, device = anchor.shape[0], anchor.device
         ids = torch.full((rounds, c.block_size), c.noise_token_id, device=device)
         ids[:, 0] = anchor_token
         positions = (anchor.unsqueeze(1) + torch.arange(c.block_size, device=device)).flatten()
-        x = self.weights["embed.weight"][ids.flatten()].unsqueeze(1).expand(-1, c.hc_mult, -1)
+        x = self.embed[ids.flatten()].unsqueeze(1).expand(-1, c.hc_mult, -1)
         pre = F.one_hot(torch.zeros_like(positions), c.hc_mult).to(x.dtype)
         for stage, kv in enumerate(context):
             prefix = f"mtp.{stage}"
@@ -138,30 +68,18 @@ class Reference:
             x, pre = self._motion(prefix, "ffn", x, pre, experts)
         return self._read(x, self._final_pre(x, pre)).view(rounds, c.block_size, c.dim)
 
-    def base_logits(self, hidden: Tensor) -> Tensor:
-        """lm_head · RMSNorm(y): [..., dim] to [..., V]."""
-        return linear(self._norm(hidden, f"{self.last}.norm"), self.weights["head.weight"])
+    def head_rows(self, hidden: Tensor) -> Tensor:
+        """RMSNorm(y); the confidence head reads y itself."""
+        return self._norm(hidden, f"{self.last}.norm")
 
-    def markov_bias(self, previous: Tensor) -> Tensor:
-        """What the previous token adds to the logits: [...] int64 to [..., V]."""
-        return linear(self._markov_embed(previous), self.weights[f"{self.last}.markov_head.head.weight"])
+    def markov_head(self) -> MarkovHead:
+        """Always there, vanilla."""
+        w1, w2 = (self.weights[f"{self.last}.markov_head.{name}.weight"] for name in ("embed", "head"))
+        return MarkovHead("vanilla", w1, w2)
 
-    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """proj · [y; Markov embedding of the previous token]: [..., dim] and [...] to [...]."""
-        features = torch.cat([hidden, self._markov_embed(previous)], dim=-1)
-        return fold(features * self.weights[f"{self.last}.confidence_head.proj.weight"][0])
-
-    def greedy(self, base: Tensor, anchor_token: Tensor, k: int | None) -> Tensor:
-        """Draft slot after slot, each given the one before: base logits [B, K, V], tokens [B] to [B, k]."""
-        slots = self.config.block_size if k is None else k
-        if not 1 <= slots <= self.config.block_size:
-            raise Refused("a round has no such number of slots", expected=f"1 … {self.config.block_size}", found=k)
-        drafts: list[Tensor] = []
-        previous = anchor_token.to(base.device)
-        for slot in range(slots):
-            previous = (base[:, slot] + self.markov_bias(previous)).argmax(-1)
-            drafts.append(previous)
-        return torch.stack(drafts, dim=1)
+    def confidence_head(self) -> ConfidenceHead:
+        """Always there; reads the Markov embedding and has no bias."""
+        return ConfidenceHead(self.weights[f"{self.last}.confidence_head.proj.weight"], None, with_markov=True)
 
     # Their parts, by module name.
 
@@ -249,26 +167,15 @@ class Reference:
         gate, up = self._project(f"{name}.w1", h), self._project(f"{name}.w3", h)
         return self._project(f"{name}.w2", swiglu(gate, up, self.config.swiglu_limit))
 
-    def _markov_embed(self, tokens: Tensor) -> Tensor:
-        return self.weights[f"{self.last}.markov_head.embed.weight"][tokens]
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        return rms_norm(x, self.weights[f"{name}.weight"], self.config.norm_eps)
-
-    def _project(self, name: str, x: Tensor) -> Tensor:
-        """x·Wᵀ, plus (x·Aᵀ)·Bᵀ where the module is adapted."""
-        y = linear(x, self.weights[f"{name}.weight"])
-        if self.adapter:
-            y = y + linear(linear(x, self.adapter[f"{name}.lora_A"]), self.adapter[f"{name}.lora_B"])
-        return y
-
     def _project_groups(self, name: str, x: Tensor) -> Tensor:
         """Each group of channels by its own rows of W, and of B: [N, groups·in] to [N, groups·out]."""
         groups = self.config.o_groups
         weight = self.weights[f"{name}.weight"].chunk(groups)
         parts = x.chunk(groups, dim=-1)
-        y = torch.cat([linear(part, w) for part, w in zip(parts, weight, strict=True)], dim=-1)
+        y = torch.cat([self._linear(part, w) for part, w in zip(parts, weight, strict=True)], dim=-1)
         if self.adapter:
             a, rows = self.adapter[f"{name}.lora_A"], self.adapter[f"{name}.lora_B"].chunk(groups)
-            y = y + torch.cat([linear(linear(part, a), b) for part, b in zip(parts, rows, strict=True)], dim=-1)
+            y = y + torch.cat(
+                [self._linear(self._linear(part, a), b) for part, b in zip(parts, rows, strict=True)], dim=-1
+            )
         return y
