@@ -11,6 +11,7 @@ State = Literal[
     "running",
     "elsewhere",
     "unchecked",
+    "scratch",
     "changed",
     "missing",
     "extra",
@@ -18,9 +19,10 @@ State = Literal[
     "broken",
     "foreign",
     "unfinished",
+    "leftover",
     "unsigned",
 ]
-SOUND: frozenset[State] = frozenset({"holds", "running", "elsewhere", "unchecked"})
+SOUND: frozenset[State] = frozenset({"holds", "running", "elsewhere", "unchecked", "scratch"})
 
 
 @dataclass(frozen=True)
