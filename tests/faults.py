@@ -57,10 +57,11 @@ def fired(folder: Path) -> bool:
     return (folder / "fired").exists()
 
 
-def install(folder: str) -> None:
-    """Wrap this process's file operations, when it is an engine or a kernel."""
+def install(folder: str | Path, role: str | None = None) -> None:
+    """Wrap this process's file operations, when it is an engine or a kernel, or is said to be one."""
     arguments = " ".join(sys.orig_argv)
-    role = "kernel" if "ipykernel_launcher" in arguments else "engine" if "d2lib.cli" in arguments else None
+    if role is None:
+        role = "kernel" if "ipykernel_launcher" in arguments else "engine" if "d2lib.cli" in arguments else None
     if role is not None:
         plan = json.loads(Path(folder, "plan.json").read_text())
         _Faults(Path(folder), role, plan).wrap()

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from d2lib.errors import Refused
 from d2lib.evidence.engine import find_schema, is_once
-from d2lib.evidence.layout import LEDGER, NOTEBOOK, OPENING, RECEIPT, WORKING_NOTEBOOK, Attempt, numbers
+from d2lib.evidence.layout import LEDGER, NOTEBOOK, OPENING, RECEIPT, WORKING_NOTEBOOK, Attempt, numbers, split_attempt
 from d2lib.evidence.ledger import LedgerLine, is_held, read_ledger
 from d2lib.evidence.notebook import is_code
 from d2lib.evidence.receipts import Receipt, read_receipt
@@ -131,7 +131,8 @@ def status(
     """
     if not runs.is_dir():
         raise Refused("no runs here", expected="a folder of runs, or runs/NAMESPACE", where=runs)
-    roots = [runs] if (runs / LEDGER).exists() else sorted(path for path in runs.iterdir() if path.is_dir())
+    one = (runs / LEDGER).exists() or any(split_attempt(path) for path in runs.glob("*/attempt-*"))
+    roots = [runs] if one else sorted(path for path in runs.iterdir() if path.is_dir())
     return [row for root in roots for row in run_status(root, chain or chain_of(root), params, notebooks)]
 
 
