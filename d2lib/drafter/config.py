@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from d2lib.errors import Refused
 from d2lib.files import Record, read_json
 
 
@@ -81,16 +80,7 @@ class DrafterConfig(Record):
 
 def parse_config(value: Any, *, where: object = None) -> DrafterConfig:
     """A configuration from a JSON value; raises Refused and names the field that is wrong."""
-    try:
-        return DrafterConfig.model_validate(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise Refused(
-            "the drafter's configuration is wrong",
-            expected=first["msg"],
-            found=first.get("input"),
-            where=f"{where}: {'.'.join(str(part) for part in first['loc'])}",
-        ) from None
+    return DrafterConfig.parse(value, where, message="the drafter's configuration is wrong")
 
 
 def load_config(path: Path) -> DrafterConfig:
