@@ -30,6 +30,7 @@ NUMERICAL_FILES = (
     "errors.py",
     "files.py",
     "progress.py",
+    "strict.py",
     "drafter/*.py",
     "data/__init__.py",
     "data/blocks.py",
