@@ -184,12 +184,13 @@ def _training(drill: Drill, run: Run) -> None:
     drill.types("start it twice", 2, "was started before", lambda: run.start("full-fast"))
     drill.types("resume it while it runs", 2, "the session exists already", lambda: run.start("full-fast", 1))
 
-    def sigterm() -> str:
+    def stopped() -> str:
         wait_for(run.checkpoints, "a checkpoint")
-        os.kill(int(run.holder("full-fast")["pid"]), signal.SIGTERM)
-        return f"{run.ended('full-fast')}; {run.checkpoints()[-1].name}"
+        status, said = run.stop("full-fast")
+        return f"{run.ended('full-fast')}; {run.checkpoints()[-1].name}" if status == 0 else said
 
-    drill.step("SIGTERM in mid-training", "ended: exit 3", sigterm)
+    drill.step("--stop in mid-training", "ended: exit 3", stopped)
+    drill.types("stop it again", 2, "full-fast does not run", lambda: run.stop("full-fast"))
     drill.types("start instead of resume", 2, "--resume --attempt 1", lambda: run.start("full-fast"))
     drill.types("resume", 0, "started", lambda: run.start("full-fast", 1))
     before = len(run.checkpoints())
