@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from pydantic import Field, ValidationError
 
+from d2lib.coordinator.children import NoAnswer
 from d2lib.errors import Refused
 from d2lib.files import Record
 
@@ -77,7 +78,7 @@ class NvmlCards:
         try:
             return getattr(self._nvml, function)(*arguments)
         except self._nvml.NVMLError as error:
-            raise Refused("NVML gives no answer", found=f"{function}: {error}", where=arguments or None) from None
+            raise NoAnswer("NVML gives no answer", found=f"{function}: {error}", where=arguments or None) from None
 
 
 def _text(value: str | bytes) -> str:

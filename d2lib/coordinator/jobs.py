@@ -6,10 +6,12 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from d2lib.coordinator import sessions
 from d2lib.coordinator.cards import open_cards
+from d2lib.coordinator.children import NoAnswer
 from d2lib.coordinator.conditions import check_start
 from d2lib.coordinator.contract import JOBS, Plan, Start
 from d2lib.coordinator.lease import check_free, lock_path, read_holder
@@ -185,7 +187,8 @@ def confirm(plan: Plan, start: Start, offset: int) -> None:
                 found=text.splitlines()[-1] if text else "an empty log",
                 where=start.coordinator_log,
             )
-        gone = not sessions.exists(start.session)  # then one last look at the log
+        with suppress(NoAnswer):  # the session may be there all the same
+            gone = not sessions.exists(start.session)  # then one last look at the log
         time.sleep(0.1)
 
 

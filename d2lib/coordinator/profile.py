@@ -16,6 +16,7 @@ Job = Literal["full-fast", "g2-dev", "g2-legal", "g2-general", "g2-finish"]
 ANY_HOST = "localhost"
 """The host name that a profile gives when it may run on any machine."""
 GIB = 1 << 30
+MIB = 1 << 20
 
 
 class Solo(Record):
@@ -64,6 +65,12 @@ class Profile(Record):
     """Between two looks at the job's memory."""
     watch_seconds: float = Field(default=5.0, gt=0)
     """Between two looks at the power limit and the power logger."""
+    answer_seconds: float = Field(default=60.0, gt=0)
+    """How long a running job goes on while tmux or the driver gives no answer to such a look."""
+    swap_allowance_mib: float = Field(default=64.0, ge=0)
+    """What a job's computing processes may have in swap where no control group forbids it."""
+    swap_samples: int = Field(default=5, ge=1)
+    """Looks in a row, sample_seconds apart, that must find more in swap before the job is stopped."""
     confirm_seconds: float = Field(default=60.0, gt=0)
     """How long a start may take to be confirmed by the locked runner."""
     save_every: float = Field(default=300.0, gt=0)
