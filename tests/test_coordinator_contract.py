@@ -245,6 +245,7 @@ def test_missing_flag_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         ({"solos": {"slot-a": {"card": "GPU-240876ad"}, "slot-b": {}}}, "power_limit_watts is missing"),
         ({"solos": {"slot-a": {"card": "GPU-240876ad", "cpus": [0]}, "slot-b": {}}}, "a card and a CPU slot"),
         ({"solos": {"../a": {}, "slot-a": {}, "slot-b": {}}}, "letters, digits and dashes"),
+        ({"solos": {"slot-a": {"further_locks": ["pilot.lock"]}, "slot-b": {}}}, "absolute path, found .pilot.lock"),
         ({"memory_limit_gib": "much"}, "memory_limit_gib is wrong"),
         ({"grace_seconds": float("nan")}, "grace_seconds is wrong"),
     ],

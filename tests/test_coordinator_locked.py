@@ -167,9 +167,9 @@ def test_a_cpu_slot_has_no_card_and_a_clean_environment(runner: Runner) -> None:
     assert len(descriptors) == 4  # 0, 1, 2 and the listing's own: no lock
 
 
-def recorded(folder: Path, watts: float = 225.0, free: int = 1 << 34) -> str:
+def recorded(folder: Path, watts: float = 225.0, free: int = 1 << 34, pids: tuple[int, ...] = ()) -> str:
     path = folder / "cards.json"
-    card = {"enforced_power_limit_watts": watts, "free_memory_bytes": free}
+    card = {"enforced_power_limit_watts": watts, "free_memory_bytes": free, "compute_processes": list(pids)}
     working = folder / "cards.part"
     working.write_text(json.dumps({"cards": {CARD: card, OTHER: card}}))
     working.rename(path)
@@ -225,6 +225,9 @@ class Driver(types.ModuleType):
     def nvmlDeviceGetMemoryInfo(self, handle: str) -> types.SimpleNamespace:
         return types.SimpleNamespace(free=7 << 30)
 
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[types.SimpleNamespace]:
+        return [types.SimpleNamespace(pid=pid, usedGpuMemory=1) for pid in {CARD: (), OTHER: (31, 7)}[handle]]
+
 
 def test_nvmls_answers_are_read_in_their_units(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver("pynvml")
@@ -233,6 +236,7 @@ def test_nvmls_answers_are_read_in_their_units(monkeypatch: pytest.MonkeyPatch) 
     assert find_card(cards, "GPU-bc62df2a") == OTHER
     assert (cards.enforced_power_limit_watts(CARD), cards.enforced_power_limit_watts(OTHER)) == (225.0, 300.5)
     assert cards.free_memory_bytes(CARD) == 7 << 30
+    assert (cards.compute_processes(CARD), cards.compute_processes(OTHER)) == ([], [7, 31])
     driver.lost = True
     with pytest.raises(Refused, match="NVML gives no answer; found: nvmlDeviceGetHandleByUUID: GPU is lost"):
         cards.enforced_power_limit_watts(CARD)
@@ -266,6 +270,52 @@ def test_a_condition_that_does_not_hold_refuses_before_the_start(
     assert status == 2
     assert message in said
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_card_on_which_somebody_computes_refuses(tmp_path: Path) -> None:
+    runner = card_runner(tmp_path)
+    recorded(tmp_path, pids=(4711, 4712))
+    status, said = runner.run("touch", str(tmp_path / "ran"))
+    assert (status, "another process computes on the card; expected: none before a start" in said) == (2, True), said
+    assert "found: pid 4711, 4712" in said
+    assert not (tmp_path / "ran").exists()
+    check_free(runner.locks, "slot-a")
+
+
+def test_other_tools_locks_are_held_as_long_as_the_job_lives(tmp_path: Path) -> None:
+    """Taken: nothing starts. Free: the other tool finds it taken, even while only the child is left."""
+    lock = tmp_path / "pilot.lock"
+    runner = Runner(tmp_path, solos={"slot-a": {"further_locks": [str(lock)]}, "slot-b": {}})
+    status, said = runner.run("true")
+    assert (status, "a further lock cannot be opened; expected: an existing file" in said) == (2, True), said
+    lock.write_text("the tool's own words")
+
+    def taken() -> bool:
+        done = subprocess.run(("flock", "-n", "-E", "99", str(lock), "true"), check=False)  # as its own tool asks
+        assert done.returncode in (0, 99)
+        return done.returncode == 99
+
+    other = subprocess.Popen(("flock", str(lock), "sleep", "100"), start_new_session=True)
+    try:
+        wait_until(taken)
+        status, said = runner.run("touch", str(tmp_path / "ran"))
+        assert (status, "a further lock is taken: another tool uses the solo" in said) == (2, True), said
+        assert not (tmp_path / "ran").exists()
+    finally:
+        os.killpg(other.pid, signal.SIGKILL)
+        other.wait()
+    wait_until(lambda: not taken())
+    more = f"def save(*_):\n    {until_exists(tmp_path / 'go').strip()}\n    sys.exit(3)\nsignal.signal(15, save)"
+    process = runner.start(*touch_and_sleep(tmp_path, more))
+    child = pid_of(tmp_path)
+    assert taken()
+    process.kill()
+    process.wait()
+    assert taken()
+    (tmp_path / "go").touch()
+    wait_until(lambda: is_gone(child))
+    wait_until(lambda: not taken())
+    assert lock.read_text() == "the tool's own words"
 
 
 def test_a_taken_solo_and_an_unknown_one_refuse(runner: Runner) -> None:

@@ -27,6 +27,10 @@ class Cards(Protocol):
         """Free card memory."""
         ...
 
+    def compute_processes(self, uuid: str) -> list[int]:
+        """The pids that compute on the card now."""
+        ...
+
 
 def find_card(cards: Cards, name: str) -> str:
     """The whole UUID that a name or beginning of one means; raises Refused when it is none or several."""
@@ -74,6 +78,11 @@ class NvmlCards:
         handle = self._ask("nvmlDeviceGetHandleByUUID", uuid)
         return int(self._ask("nvmlDeviceGetMemoryInfo", handle).free)
 
+    def compute_processes(self, uuid: str) -> list[int]:
+        """The pids that compute on the card now, as the host counts them."""
+        handle = self._ask("nvmlDeviceGetHandleByUUID", uuid)
+        return sorted(int(process.pid) for process in self._ask("nvmlDeviceGetComputeRunningProcesses", handle))
+
     def _ask(self, function: str, *arguments: Any) -> Any:
         try:
             return getattr(self._nvml, function)(*arguments)
@@ -90,6 +99,7 @@ class RecordedCard(Record):
 
     enforced_power_limit_watts: float
     free_memory_bytes: int = Field(ge=0)
+    compute_processes: list[int] = Field(default_factory=list)
 
 
 class Recording(Record):
@@ -121,6 +131,10 @@ class RecordedCards:
     def free_memory_bytes(self, uuid: str) -> int:
         """The recorded free memory."""
         return self._read()[uuid].free_memory_bytes
+
+    def compute_processes(self, uuid: str) -> list[int]:
+        """The recorded pids."""
+        return self._read()[uuid].compute_processes
 
 
 def open_cards(recorded: str | None) -> Cards:

@@ -31,6 +31,15 @@ def check_start(profile: Profile, solo: Solo, cards: Cards | None) -> str | None
     uuid = None
     if solo.card is not None and cards is not None:
         uuid = find_card(cards, solo.card)
+        others = cards.compute_processes(uuid)
+        if others:
+            raise Refused(
+                "another process computes on the card",
+                expected="none before a start",
+                found=f"pid {', '.join(map(str, others))}",
+                where=uuid,
+                remedy="wait until it has ended; nothing here ends it",
+            )
         free = cards.free_memory_bytes(uuid) / GIB
         if free < profile.minimum_free_card_memory_gib:
             raise Refused(

@@ -22,7 +22,7 @@ from pathlib import Path
 from d2lib.coordinator.cards import Cards, open_cards
 from d2lib.coordinator.children import clean_environment
 from d2lib.coordinator.conditions import check_start, check_watched
-from d2lib.coordinator.lease import hold, utc_now
+from d2lib.coordinator.lease import hold, hold_further, utc_now
 from d2lib.coordinator.processes import adopt_orphans, before_exec, end_leftovers
 from d2lib.coordinator.profile import Profile, load_profile
 from d2lib.coordinator.supervise import StopRequest, supervise
@@ -72,14 +72,18 @@ def run_locked(profile: Profile, work: Work, cards: Cards | None, say: Callable[
         if profile.recorded_cards is not None:
             say(f"the card's state comes from a recording, not from NVML: {profile.recorded_cards}")
     adopt_orphans()
-    with StopRequest().listening() as request, hold(profile.locks, work.solo, work.job) as lease:
+    with (
+        StopRequest().listening() as request,
+        hold(profile.locks, work.solo, work.job) as lease,
+        hold_further(solo.further_locks) as further,
+    ):
         uuid = check_start(profile, solo, cards)
         where = "CPU" if uuid is None else uuid
         say(f"holds {work.solo} ({where}), lock {lease.path}; at most {profile.memory_limit_gib:g} GiB resident")
         if request.number is not None:
             raise Interrupted(f"stopped by {signal.Signals(request.number).name} before the child was started")
         scope = find_scope()
-        # The lock's descriptor is close-on-exec and every child closes what it is not given.
+        # Our lock's descriptor is close-on-exec, and every child closes what it is not given.
         with _logging(work) as (output, stamp):
             child = subprocess.Popen(
                 (*scope.prefix, *work.command),
@@ -88,6 +92,7 @@ def run_locked(profile: Profile, work: Work, cards: Cards | None, say: Callable[
                 stderr=subprocess.STDOUT,
                 env=job_environment(uuid) | dict(scope.environment),
                 start_new_session=True,
+                pass_fds=further,
                 preexec_fn=before_exec(solo.cpus, os.getpid()),
             )
             try:

@@ -26,6 +26,8 @@ class Solo(Record):
     """The card's UUID as NVML prints it, or a beginning of it that names one card. Never an index."""
     cpus: tuple[int, ...] | None = Field(default=None, min_length=1, strict=False)
     """The CPUs that the job may use; without it, all of them."""
+    further_locks: tuple[str, ...] = Field(default=(), strict=False)
+    """Lock files of other tools that use the same place, absolute (or from `~`): held (flock) beside our own lock."""
 
     @property
     def title(self) -> str:
@@ -91,6 +93,9 @@ class Profile(Record):
         for name, solo in self.solos.items():
             if not name.replace("-", "").isalnum():
                 raise ValueError(f"a solo's name has letters, digits and dashes, found {name!r}")
+            for path in solo.further_locks:
+                if not os.path.isabs(os.path.expanduser(path)):
+                    raise ValueError(f"a further lock of solo {name} is an absolute path, found {path!r}")
             if solo.card is not None and solo.cpus is not None:
                 raise ValueError(f"solo {name} is a card and a CPU slot")
             if solo.card is not None and self.power_limit_watts is None:
