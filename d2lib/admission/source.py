@@ -27,6 +27,7 @@ SOURCE_MAP = "SOURCE_MAP.json"
 
 NUMERICAL_FILES = (
     "__init__.py",
+    "entry.py",
     "errors.py",
     "files.py",
     "progress.py",
