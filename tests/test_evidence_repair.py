@@ -89,7 +89,9 @@ def test_only_the_working_files_of_dead_writers_are_removed(tmp_path: Path) -> N
         for name in (".x.part", ".x.ABCDEFABCDEF.part", "x.0123456789ab.part"):  # not of a writer's making
             (tmp_path / name).write_bytes(b"")
         (tmp_path / ".link.0123456789ab.part").symlink_to(tmp_path / "g2.json")
-        dead = [tmp_path / PART, tmp_path / "deep" / ".x.ffffffffffff.part"]
+        (tmp_path / "deep" / ".folder.ffffffffffff.part" / "of").mkdir(parents=True)
+        dead = [tmp_path / PART, tmp_path / "deep" / ".folder.ffffffffffff.part"]
+        dead += [tmp_path / "deep" / ".x.ffffffffffff.part"]
         assert remove_abandoned(tmp_path, remove=False) == dead
         assert all(path.exists() for path in dead)
         assert remove_abandoned(tmp_path) == dead
@@ -175,6 +177,8 @@ def test_a_journal_on_a_full_disk_is_torn_and_later_entries_are_read(monkeypatch
 def test_leftovers_are_named_by_verify_and_removed_by_repair(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = snapshot(run)
     os.link(run / "full" / "dev.json", run / "full" / ".dev.json.0123456789ab.part")
+    (run / "full" / ".folder.0123456789ab.part").mkdir()
+    (run / "full" / ".folder.0123456789ab.part" / "half").write_bytes(b"half")
     (run / "finish" / "attempt-1" / "working.jsonl").write_bytes(b"{}\n")
     (run / "finish" / "attempt-1" / ".receipt.json.0123456789ab.part").write_bytes(b"{")
     (run / "finish" / "attempt-2").mkdir()
@@ -182,6 +186,7 @@ def test_leftovers_are_named_by_verify_and_removed_by_repair(run: Path, capsys: 
     report = verify(run)
     left = {row.where for row in report.rows if not row.holds}
     assert left == {
+        "full/.folder.0123456789ab.part",
         "full/.dev.json.0123456789ab.part",
         "finish/attempt-1/working.jsonl",
         "finish/attempt-1/.receipt.json.0123456789ab.part",

@@ -18,8 +18,8 @@ from d2lib.data.assembly import Assembly
 from d2lib.data.manifest import Split
 from d2lib.data.sample import SAMPLED, frozen_sample
 from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.family import reference_drafter
 from d2lib.drafter.lora import Adapter, load_adapter, save_adapter
-from d2lib.drafter.reference import Reference
 from d2lib.errors import Refused
 from d2lib.files import fsync_folder, read_json, sha256_file, write_json
 from d2lib.gates.evaluate import PROBE_ROUNDS
@@ -100,8 +100,8 @@ def run_pilot(
         populations[split] = (file.sha256, file.population(assembly.manifest, split))
     sample = frozen_sample(namespace, populations, sample_size)
     drafters = {
-        "baseline": Reference(assembly.config, assembly.weights),
-        **{name: Reference(assembly.config, assembly.weights, arm.adapter) for name, arm in arms.items()},
+        "baseline": reference_drafter(assembly.config, assembly.weights),
+        **{name: reference_drafter(assembly.config, assembly.weights, arm.adapter) for name, arm in arms.items()},
     }
     request, anchors = next(iter(populations["dev"][1].items()))
     scorer = Scorer(drafters, assembly.blocks("dev").rounds_batch(request, anchors[:PROBE_ROUNDS]))
