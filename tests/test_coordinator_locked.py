@@ -146,7 +146,7 @@ def test_a_status_without_its_receipt_is_not_believed(runner: Runner) -> None:
 def test_a_command_that_is_not_there_fails(runner: Runner) -> None:
     status, said = runner.run("/nowhere/program")
     assert status == 4
-    assert "failed: FileNotFoundError" in said
+    assert "unexpected: No such file or directory (ENOENT)" in said
     check_free(runner.locks, "slot-a")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from d2lib.benchmark.measure import Peak
+from d2lib.entry import run_command
 
 
 def head(*, blocks: int, vocabulary: int, dim: int, threads: int, device: str) -> dict[str, float]:
@@ -76,12 +77,13 @@ def _pages(folder: str) -> int:
 TASKS: dict[str, Callable[..., dict[str, float]]] = {"head": head, "dataset": dataset, "threads": threads}
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str]) -> int:
     """Run one task and print its figures."""
     task, given = arguments
     options: dict[str, Any] = json.loads(given)
     print(json.dumps(TASKS[task](**options)))
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    raise SystemExit(run_command("benchmark", lambda: main(sys.argv[1:])))

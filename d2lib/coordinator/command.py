@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from d2lib.coordinator.contract import INPUTS, JOBS, PHASES, Paths, Plan, absolute
 from d2lib.coordinator.profile import Job, load_profile
-from d2lib.errors import D2Error, ExitStatus, Refused
+from d2lib.entry import run_command
+from d2lib.errors import ExitStatus, Refused
 
 if TYPE_CHECKING:
     from d2lib.coordinator.contract import Start
@@ -109,18 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser().parse_args(arguments)
     except SystemExit as error:  # argparse has said why
         return int(error.code or 0)
-    try:
-        return int(_run(options))
-    except D2Error as error:
-        word = "refused" if isinstance(error, Refused) else type(error).__name__.lower()
-        print(f"full_stage: {word}: {error}", file=sys.stderr)
-        return int(error.exit_status)
-    except KeyboardInterrupt:
-        print("full_stage: interrupted", file=sys.stderr)
-        return int(ExitStatus.INTERRUPTED)
-    except Exception as error:
-        print(f"full_stage: unexpected: {type(error).__name__}: {error}", file=sys.stderr)
-        return int(ExitStatus.UNEXPECTED)
+    return run_command("full_stage", lambda: int(_run(options)))
 
 
 def _run(options: argparse.Namespace) -> ExitStatus:

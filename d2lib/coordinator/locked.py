@@ -28,7 +28,8 @@ from d2lib.coordinator.profile import Profile, load_profile
 from d2lib.coordinator.supervise import StopRequest, supervise
 from d2lib.coordinator.swap import find_scope
 from d2lib.coordinator.watch import Watch
-from d2lib.errors import D2Error, ExitStatus, Interrupted, Refused
+from d2lib.entry import run_command
+from d2lib.errors import ExitStatus, Interrupted, Refused
 from d2lib.evidence.environment import child_environment, library_folder
 
 STARTED, REFUSED, ENDED = "started:", "refused:", "ended:"
@@ -168,18 +169,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def say(text: str) -> None:
         print(f"{utc_now()} {options.job} {text}", flush=True)
 
-    try:
+    def run() -> int:
         here = Path.cwd() / "d2lib"
         if here.is_dir() and os.path.realpath(here) != str(library_folder()):
             raise Refused("the runner runs another d2lib than its folder's", expected=here, found=library_folder())
         work = Work(options.job, options.solo, options.log, tuple(options.command), options.receipt)
         return int(run_locked(load_profile(options.profile), work, None, say))
-    except D2Error as error:
-        say(f"{REFUSED if isinstance(error, Refused) else 'failed:'} {error}")
-        return int(error.exit_status)
-    except Exception as error:
-        say(f"failed: {type(error).__name__}: {error}")
-        return int(ExitStatus.UNEXPECTED)
+
+    return run_command("locked", run, say)
 
 
 if __name__ == "__main__":
