@@ -56,7 +56,7 @@ def training_step(*, case: str, sizes: dict[str, Any], threads: int, device: str
     from speculators.losses import resolve_loss_config
     from speculators.models.dflash import core
     from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3Config
+    from transformers import Qwen3Config
 
     from d2lib.benchmark.turns import take_turns
 
@@ -73,8 +73,8 @@ def training_step(*, case: str, sizes: dict[str, Any], threads: int, device: str
         rms_norm_eps=sizes["norm_eps"],
         max_position_embeddings=sizes["max_position_embeddings"],
         rope_parameters={"rope_type": "default", "rope_theta": sizes["rope"]["theta"]},
-        attn_implementation="eager",
     )
+    layers._attn_implementation = "eager"
     config = DSparkSpeculatorConfig(
         transformer_layer_config=layers,
         draft_vocab_size=sizes["vocab_size"],

@@ -67,7 +67,7 @@ class DenseFast(FastDrafter, DenseReference):
             q, keys, values = (part.view(blocks, c.n_rows, -1, c.head_dim) for part in own)
             row_keys, row_values = (self._heads(f"{name}.self_attn.{part}", z, by_row) for part in "kv")
             out = block_attention(q, keys, values, row_keys, row_values, seen[kind], causal=causal)
-            x = x + self._project(f"{name}.self_attn.o_proj", out.view(len(x), -1))
+            x = x + self._project(f"{name}.self_attn.o_proj", out.reshape(len(x), -1))
             m = self._norm(x, f"{name}.post_attention_layernorm")
             gate, up = (self._project(f"{name}.mlp.{part}_proj", m) for part in ("gate", "up"))
             x = x + self._project(f"{name}.mlp.down_proj", F.silu(gate) * up)
