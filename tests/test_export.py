@@ -17,6 +17,7 @@ from safetensors import safe_open
 from test_drafter_lora import ByModules, module_tree
 from tiny import random_batch
 
+from d2lib import files
 from d2lib.cli import main
 from d2lib.drafter.family import reference_drafter
 from d2lib.drafter.lora import lora_targets, merge
@@ -293,7 +294,8 @@ def test_a_full_disk_leaves_nothing(passed: Path, tmp_path: Path, monkeypatch: p
         written.append(path.name)
         return real(path, data)
 
-    monkeypatch.setattr(write, "write_exclusive", fills)
+    for module in (write, files):
+        monkeypatch.setattr(module, "write_exclusive", fills)
     for to in ("a", "b.safetensors"):
         with pytest.raises(Unexpected, match="No space left"):
             (export_adapter if to == "a" else merge_adapter)(passed, tmp_path / to)
