@@ -19,8 +19,8 @@ from tiny import random_batch
 
 from d2lib import files
 from d2lib.cli import main
+from d2lib.drafter.family import reference_drafter
 from d2lib.drafter.lora import lora_targets, merge
-from d2lib.drafter.reference import Reference
 from d2lib.drafter.weights import read_tensors
 from d2lib.errors import Refused, Unexpected
 from d2lib.evidence.ledger import genesis, make_line, read_ledger
@@ -62,7 +62,7 @@ def test_peft_reads_the_folder_and_computes_what_we_compute(passed: Path, tmp_pa
     merged = merge(WEIGHTS, ADAPTER, CONFIG)
     tree = ByModules(CONFIG, WEIGHTS)
     tree.modules = {name: model.base_model.model.get_submodule(name) for name in lora_targets(CONFIG)}
-    active, plain = Reference(CONFIG, WEIGHTS, ADAPTER), Reference(CONFIG, merged)
+    active, plain = reference_drafter(CONFIG, WEIGHTS, ADAPTER), reference_drafter(CONFIG, merged)
     with torch.no_grad():
         for name, module in tree.modules.items():
             x = torch.randn(4, WEIGHTS[f"{name}.weight"].shape[1])
@@ -83,7 +83,7 @@ def test_the_merged_file_holds_the_projections_and_nothing_else(passed: Path, tm
     assert set(tensors) == {f"{name}.weight" for name in lora_targets(CONFIG)}
     assert not {"embed.weight", "head.weight"} & set(tensors)
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
-    active, plain = Reference(CONFIG, WEIGHTS, ADAPTER), Reference(CONFIG, {**WEIGHTS, **tensors})
+    active, plain = reference_drafter(CONFIG, WEIGHTS, ADAPTER), reference_drafter(CONFIG, {**WEIGHTS, **tensors})
     round = random_batch(CONFIG, 4).round(3)
     with torch.no_grad():
         torch.testing.assert_close(plain.forward(round).logits, active.forward(round).logits, rtol=1e-3, atol=1e-3)

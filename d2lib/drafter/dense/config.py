@@ -12,6 +12,7 @@ from typing import Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
+from d2lib.drafter.config import DrafterConfig
 from d2lib.files import Record
 
 LayerType: TypeAlias = Literal["full_attention", "sliding_attention"]
@@ -75,15 +76,13 @@ class Rope(Record):
         return self
 
 
-class DenseConfig(Record):
+class DenseConfig(DrafterConfig):
     """Every size and switch of a dense drafter; nothing in the arithmetic is hard-coded.
 
     `dim`, `vocab_size`, embedding and LM head are the target's; the activation is SiLU.
     """
 
     family: Literal["dense"] = "dense"
-    dim: int = Field(gt=0)
-    vocab_size: int = Field(gt=1)
     n_layers: int = Field(gt=0)
     inter_dim: int = Field(gt=0)
     n_heads: int = Field(gt=0)
@@ -118,11 +117,6 @@ class DenseConfig(Record):
     """Whether the confidence head reads the Markov embedding beside the normed output."""
 
     @property
-    def n_taps(self) -> int:
-        """Tapped layers; raw taps have `n_taps * dim` channels."""
-        return len(self.target_layer_ids)
-
-    @property
     def n_rows(self) -> int:
         """N: query rows per round, K or K + 1."""
         return self.block_size + (self.layout == "one_plus_n")
@@ -142,6 +136,13 @@ class DenseConfig(Record):
         if self.all_sliding and self.sliding_window is not None:
             return min(anchor, self.sliding_window - 1)
         return anchor
+
+    def padded_rows(self, rows: int) -> int:
+        """See DrafterConfig: the next of 32, 64, 96, 128, 192, 256, 384, 512, … rows."""
+        width = 32
+        while width < rows:
+            width *= 2
+        return 3 * width // 4 if width > 64 and rows <= 3 * width // 4 else width
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
