@@ -11,8 +11,8 @@ from dense_case import DEPTH, DIM, VOCAB, dense_config, dense_weights, edit, ren
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import save
 
-from d2lib.drafter.dense import checkpoint
 from d2lib.drafter.dense.checkpoint import DType, read_dense, write_dense
 from d2lib.drafter.dense.config import DenseConfig, Rope, lora_targets, shapes
 from d2lib.drafter.dense.source import Store, open_source
@@ -239,7 +239,7 @@ def test_nothing_is_overwritten_or_half_written(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(Refused, match="missing or misshapen"):
         write_dense(tmp_path / "new", config, {}, store="deepspec", dtype="float32")
 
-    real = checkpoint.save
+    real = save
     calls: list[int] = []
 
     def fails(*arguments: Any, **options: Any) -> bytes:
@@ -248,7 +248,7 @@ def test_nothing_is_overwritten_or_half_written(tmp_path: Path, monkeypatch: pyt
             raise OSError(28, "No space left on device")
         return real(*arguments, **options)
 
-    monkeypatch.setattr(checkpoint, "save", fails)
+    monkeypatch.setattr("d2lib.drafter.dense.checkpoint.save", fails)
     with pytest.raises(Exception, match="No space left"):
         write_dense(tmp_path / "new", config, weights, store="deepspec", dtype="float32", shard_bytes=2000)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "target"]

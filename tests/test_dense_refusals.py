@@ -371,7 +371,7 @@ def sharded(tmp_path: Path) -> Path:
     return tmp_path / "many"
 
 
-def reindex(folder: Path, change: Callable[[dict[str, str]], None]) -> None:
+def reindex(folder: Path, change: Callable[[Fields], None]) -> None:
     index = read_json(folder / INDEX)
     change(index["weight_map"])
     (folder / INDEX).chmod(0o644)
@@ -401,7 +401,7 @@ def test_damaged_shards_and_indexes_are_refused(tmp_path: Path) -> None:
     refused(folder, rf"a shard that is not there; expected: {first}.*do: ")
     for place in ("../target/model.safetensors", "/etc/passwd"):
         folder = spoiled("escape")
-        reindex(folder, lambda placed, place=place: placed.update({"lm_head.weight": place}))
+        reindex(folder, put(**{"lm_head.weight": place}))
         refused(folder, "a path leaves its folder")
     folder = spoiled("misplaced")
     reindex(folder, lambda placed: placed.update({"lm_head.weight": first}))

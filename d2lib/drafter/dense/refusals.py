@@ -44,7 +44,7 @@ class Reason:
 
     def refused(self, source: Source) -> Refused:
         """The reason as an error."""
-        where = f"{source.folder / CONFIG}: {self.field}"
+        where = f"{source.config}: {self.field}"
         found = "nothing" if self.found is None else self.found
         return Refused(self.why, expected=self.expected, found=found, where=where, remedy=self.remedy)
 
