@@ -184,7 +184,7 @@ def dense_configs(draw: st.DrawFn, **fixed: Any) -> DenseConfig:
     layout = draw(st.sampled_from(["anchor_first", "one_plus_n"]))
     rank = draw(st.sampled_from([0, 1, 4]))
     heads = ["vanilla", "gated"] + ["rnn"] * (layout == "anchor_first")
-    block = draw(st.integers(1, 4))
+    block = fixed.get("block_size") or draw(st.integers(1, 4))
     taps = draw(st.sets(st.integers(0, 3), min_size=1, max_size=3))
     confidence, kv_heads = draw(st.booleans()), draw(st.integers(1, 2))
     fields: dict[str, Any] = {
