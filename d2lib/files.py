@@ -10,8 +10,9 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import rfc8785
 from pydantic import BaseModel, ConfigDict
 
-from d2lib.errors import Refused
+from d2lib.errors import Refused, Unexpected
 
 _CHUNK = 1 << 20
 
@@ -249,3 +250,38 @@ def write_json(path: Path, value: Any, *, mode: int = 0o444) -> Hashed:
     data = canonical_json(value) + b"\n"
     write_exclusive(path, data, mode=mode)
     return sha256_bytes(data)
+
+
+def publish_folder(to: Path, files: Iterable[tuple[str, bytes]]) -> None:
+    """Make a folder with these files under a working name, then give it its own; never overwrites.
+
+    Args:
+        to: the folder, which must not exist.
+        files: name and bytes of each, taken one at a time.
+
+    Raises:
+        Refused: the folder exists. Unexpected: the disk refused. Nothing is left behind.
+    """
+    if os.path.lexists(to):
+        raise _folder_exists(to)
+    working = to.with_name(f".{to.name}.{secrets.token_hex(6)}.part")
+    try:
+        working.mkdir()
+        try:
+            for name, data in files:
+                write_exclusive(working / name, data)
+            fsync_folder(working)
+            if os.path.lexists(to):
+                raise _folder_exists(to)
+            os.rename(working, to)  # replaces nothing but an empty folder that was made in this very moment
+            fsync_folder(to.parent)
+        finally:
+            shutil.rmtree(working, ignore_errors=True)
+    except OSError as error:
+        raise Unexpected(
+            "a folder could not be written", found=error.strerror, where=to, remedy="see to the disk"
+        ) from None
+
+
+def _folder_exists(to: Path) -> Refused:
+    return Refused("a folder exists already and is never overwritten", where=to, remedy="choose a new name")

@@ -26,6 +26,7 @@ from d2lib.data.k2 import K2File, K2Header, K2Round, leading_matches, write_k2
 from d2lib.data.manifest import FileEntry, Manifest
 from d2lib.data.sample import SAMPLED, frozen_sample
 from d2lib.data.sidecar import Sidecar
+from d2lib.drafter.family import reference_drafter
 from d2lib.drafter.lora import initialization_sha256, initialize_adapter, save_adapter
 from d2lib.drafter.reference import Reference
 from d2lib.drafter.weights import save_weights
@@ -94,7 +95,7 @@ class AdmittedCase:
             self.assembly / "provenance.json",
             {"synthetic": False, "namespace": manifest.namespace, "sources": [{"name": "rows", "status": "VALID"}]},
         )
-        reference = Reference(CONFIG, WEIGHTS)
+        reference = reference_drafter(CONFIG, WEIGHTS)
         (self.assembly / "k2").mkdir()
         for split in SCORED:
             header = K2Header(namespace=manifest.namespace, split=split, block_size=5, live={"drafter": "native"})

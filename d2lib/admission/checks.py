@@ -22,8 +22,8 @@ from d2lib.data.blocks import D2Blocks
 from d2lib.data.check import thousands
 from d2lib.data.integrity import integrity_rows
 from d2lib.data.sample import SAMPLED
+from d2lib.drafter.family import reference_drafter
 from d2lib.drafter.lora import adapter_rank, initialization_sha256, initialize_adapter, load_adapter
-from d2lib.drafter.reference import Reference
 from d2lib.errors import Refused
 from d2lib.evidence.sign import read_policy, require_signatures
 from d2lib.files import canonical_json, inside, read_json, sha256_file, walk
@@ -300,7 +300,7 @@ def _draft_again(case: Case, split: ScoredSplit, tolerance: float) -> int:
     count = min(case.inputs.parity_rounds, len(rounds))
     if count == 0:
         return 0
-    reference = case.once("reference", lambda: Reference(case.config, case.assembly.weights))
+    reference = case.once("reference", lambda: reference_drafter(case.config, case.assembly.weights))
     blocks = case.assembly.blocks(split)
     for index in range(count):
         found = rounds[index * (len(rounds) - 1) // max(1, count - 1)]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from d2lib.data.k2 import K2Round
 from d2lib.drafter.config import DrafterConfig
-from d2lib.errors import Interrupted
+from d2lib.errors import Interrupted, Refused
 from d2lib.lab.decode_deepseek import LiveDeepSeek
 from d2lib.lab.decode_dense import LiveDense
 from d2lib.lab.singles import Floats, Integers
@@ -82,6 +82,10 @@ def decode_live(
         progress: called with the rounds done since the last call.
         stop: asked before every step; when it says yes, Interrupted is raised.
     """
+    if config.family not in _LIVE:
+        raise Refused(
+            "no live decode loop for this family of drafters", expected=" or ".join(_LIVE), found=config.family
+        )
     longest = max(len(stream.tokens) for stream in streams)
     drafter = _LIVE[config.family](config, weights, len(streams), longest)
     for number, stream in enumerate(streams):

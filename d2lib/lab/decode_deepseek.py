@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from d2lib.data.k2 import DRAFTS
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DeepseekConfig
 from d2lib.errors import Refused
 from d2lib.lab.singles import Floats, Integers, floats, logistic, scaled
 
@@ -28,7 +28,7 @@ class LiveDeepSeek:
         streams: how many requests. rows: of the longest; the ring needs no more than its window.
     """
 
-    def __init__(self, config: DrafterConfig, weights: Mapping[str, Tensor], streams: int, rows: int) -> None:
+    def __init__(self, config: DeepseekConfig, weights: Mapping[str, Tensor], streams: int, rows: int) -> None:
         if config.kv_quant != "off":
             raise Refused("the live loop keeps full key-value rows", expected="kv_quant: off", found=config.kv_quant)
         self.config = config

@@ -6,11 +6,13 @@ nothing else. Fields and tensor names are DeepSpec's where it has them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
+from d2lib.drafter.config import DrafterConfig
 from d2lib.files import Record
 
 LayerType: TypeAlias = Literal["full_attention", "sliding_attention"]
@@ -74,15 +76,13 @@ class Rope(Record):
         return self
 
 
-class DenseConfig(Record):
+class DenseConfig(DrafterConfig):
     """Every size and switch of a dense drafter; nothing in the arithmetic is hard-coded.
 
     `dim`, `vocab_size`, embedding and LM head are the target's; the activation is SiLU.
     """
 
     family: Literal["dense"] = "dense"
-    dim: int = Field(gt=0)
-    vocab_size: int = Field(gt=1)
     n_layers: int = Field(gt=0)
     inter_dim: int = Field(gt=0)
     n_heads: int = Field(gt=0)
@@ -117,11 +117,6 @@ class DenseConfig(Record):
     """Whether the confidence head reads the Markov embedding beside the normed output."""
 
     @property
-    def n_taps(self) -> int:
-        """Tapped layers; raw taps have `n_taps * dim` channels."""
-        return len(self.target_layer_ids)
-
-    @property
     def n_rows(self) -> int:
         """N: query rows per round, K or K + 1."""
         return self.block_size + (self.layout == "one_plus_n")
@@ -142,54 +137,75 @@ class DenseConfig(Record):
             return min(anchor, self.sliding_window - 1)
         return anchor
 
-    @model_validator(mode="after")
-    def _attention(self) -> Self:
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary pairs; found {self.head_dim}")
-        return self
+    def padded_rows(self, rows: int) -> int:
+        """See DrafterConfig: the next of 32, 64, 96, 128, 192, 256, 384, 512, … rows."""
+        width = 32
+        while width < rows:
+            width *= 2
+        return 3 * width // 4 if width > 64 and rows <= 3 * width // 4 else width
 
     @model_validator(mode="after")
-    def _layers(self) -> Self:
-        for name in ("layer_types", "causal"):
-            if len(getattr(self, name)) != self.n_layers:
-                raise ValueError(f"{name} must have n_layers = {self.n_layers} entries, not {len(getattr(self, name))}")
-        if "sliding_attention" in self.layer_types:
-            if self.sliding_window is None:
-                raise ValueError("a sliding layer needs sliding_window")
-            if self.sliding_window < self.n_rows:
-                raise ValueError(f"sliding_window ({self.sliding_window}) must hold a block's {self.n_rows} query rows")
+    def _consistent(self) -> Self:
+        found = [*_attention(self), *_layers(self), *_taps(self), *_heads(self)]
+        if found:
+            raise Inconsistent(found)
         return self
 
-    @model_validator(mode="after")
-    def _taps(self) -> Self:
-        taps = self.target_layer_ids
-        if any(later <= earlier for earlier, later in pairwise(taps)):
-            raise ValueError(f"target_layer_ids must rise strictly, as servers concatenate taps; found {list(taps)}")
-        if taps[0] < 0 or taps[-1] >= self.n_target_layers:
-            raise ValueError(
-                f"target_layer_ids must lie in 0 … {self.n_target_layers - 1}, inputs of the target's layers; "
-                f"found {list(taps)}"
+
+class Inconsistent(ValueError):
+    """Fields that do not go together: each field with what is wrong."""
+
+    def __init__(self, findings: list[tuple[str, str]]) -> None:
+        self.findings = tuple(findings)
+        super().__init__("; ".join(message for _, message in findings))
+
+
+def _attention(config: DenseConfig) -> Iterator[tuple[str, str]]:
+    if config.n_heads % config.n_kv_heads:
+        yield "n_heads", f"{config.n_heads} query heads must be a multiple of {config.n_kv_heads} KV heads"
+    if config.head_dim % 2:
+        yield "head_dim", f"a head's {config.head_dim} channels must be even: rotary turns them in pairs"
+
+
+def _layers(config: DenseConfig) -> Iterator[tuple[str, str]]:
+    for name in ("layer_types", "causal"):
+        if (length := len(getattr(config, name))) != config.n_layers:
+            yield name, f"there must be one {name} for each of {config.n_layers} layers, not {length}"
+    if "sliding_attention" in config.layer_types:
+        if config.sliding_window is None:
+            yield "sliding_window", "a sliding layer needs a window"
+        elif config.sliding_window < config.n_rows:
+            yield (
+                "sliding_window",
+                f"a window of {config.sliding_window} must hold a block's {config.n_rows} query rows",
             )
-        return self
 
-    @model_validator(mode="after")
-    def _heads(self) -> Self:
-        if self.mask_token_id >= self.vocab_size:
-            raise ValueError(f"mask_token_id ({self.mask_token_id}) is not in the vocabulary ({self.vocab_size})")
-        if self.markov_rank == 0 and self.markov_head_type != "vanilla":
-            raise ValueError(f"a {self.markov_head_type} Markov head needs markov_rank > 0")
-        if self.layout == "one_plus_n" and self.markov_rank and self.markov_head_type == "rnn":
-            raise ValueError(
-                "an rnn Markov head cannot follow layout one_plus_n: in training its state steps over the anchor's "
-                "row too, in servers it does not"
-            )
-        if self.confidence_with_markov and not self.confidence:
-            raise ValueError("confidence_with_markov needs a confidence head")
-        if self.confidence_with_markov and not self.markov_rank:
-            raise ValueError("confidence_with_markov needs markov_rank > 0")
-        return self
+
+def _taps(config: DenseConfig) -> Iterator[tuple[str, str]]:
+    taps, last = config.target_layer_ids, config.n_target_layers - 1
+    if any(later <= earlier for earlier, later in pairwise(taps)):
+        yield "target_layer_ids", f"taps must rise strictly, for servers concatenate them so; found {list(taps)}"
+    if min(taps) < 0 or max(taps) > last:
+        yield (
+            "target_layer_ids",
+            f"taps are inputs of the target's layers 0 … {last}; the last layer's output is not one, for sources "
+            f"disagree whether the final norm stands on it; found {list(taps)}",
+        )
+
+
+def _heads(config: DenseConfig) -> Iterator[tuple[str, str]]:
+    if config.mask_token_id >= config.vocab_size:
+        yield "mask_token_id", f"{config.mask_token_id} is not in the vocabulary of {config.vocab_size}"
+    if config.markov_rank == 0 and config.markov_head_type != "vanilla":
+        yield "markov_head_type", f"a {config.markov_head_type} Markov head needs markov_rank > 0"
+    if config.layout == "one_plus_n" and config.markov_head_type == "rnn":
+        yield (
+            "markov_head_type",
+            "an rnn Markov head cannot go with layout one_plus_n: in training its state takes a step on the anchor's "
+            "row that servers do not take",
+        )
+    if config.confidence_with_markov and not (config.confidence and config.markov_rank):
+        yield "confidence_with_markov", "it needs a confidence head and markov_rank > 0"
 
 
 def shapes(config: DenseConfig) -> dict[str, tuple[int, ...]]:
