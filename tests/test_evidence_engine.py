@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -18,12 +19,14 @@ import pytest
 from click.testing import CliRunner
 from evidence_case import make_receipt, write_notebook
 
+from d2lib.chain import read_parameters
 from d2lib.errors import ExitStatus
 from d2lib.evidence import engine
 from d2lib.evidence.ledger import locked, read_ledger
 from d2lib.evidence.receipts import Receipt, read_receipt
 from d2lib.evidence.run import done_status, run_phase
 from d2lib.evidence.seal import Outcome
+from d2lib.evidence.status import status
 from d2lib.evidence.verify import verify
 from d2lib.files import Hashed, sha256_file
 
@@ -201,7 +204,12 @@ def test_the_library_or_the_source_changing_while_a_phase_runs_fails_it(workplac
         (["-p", "pilot", "7e1234567"], "the parameter pilot is not a plain value"),
         (["-p", "pilot", "007"], "the parameter pilot is wrong; expected: Input should be a valid string; found: 7"),
         (["-y", "inputs: null"], "the parameter inputs is wrong"),
-        (["-y", "inputs: {rate: .nan}"], "the parameter inputs is not a plain value"),
+        (["-y", "inputs: {rate: .nan}"], "a YAML number is not finite; expected: a finite number; found: .nan"),
+        (["-y", "inputs: {}\ninputs: {a: 2}"], "a YAML key stands twice; found: inputs; where: -y, line 1"),
+        (["-y", "inputs: &x {}\npilot: *x"], "an anchor in YAML is not allowed"),
+        (["-y", "[[pilot, b]]"], "parameters are not a mapping"),
+        (["-f", "twice.yaml"], "a YAML key stands twice; found: pilot"),
+        (["-b", "cGlsb3Q6IGEKcGlsb3Q6IGIK"], "a YAML key stands twice; found: pilot; where: -b, line 1"),
         (["-r", "run", "elsewhere/demo"], "the parameter run and the output disagree"),
     ],
 )
@@ -210,6 +218,7 @@ def test_parameters_that_papermill_would_let_pass_are_refused_with_a_receipt(
 ) -> None:
     refuse_kernels(monkeypatch)
     write_notebook(Path("notebooks/cost_sheet.ipynb"), "cost_sheet", ["phase.record({})"])
+    Path("twice.yaml").write_text("assembly: a\npilot: b\npilot: c\n")
     base = ["-r", "run", "runs/demo", "-y", "inputs: {a: 1}"]
     code, err = papermill(
         "notebooks/cost_sheet.ipynb", "runs/demo/cost_sheet/attempt-1/receipt.ipynb", *base, *arguments
@@ -219,6 +228,62 @@ def test_parameters_that_papermill_would_let_pass_are_refused_with_a_receipt(
     made = receipt()
     assert (made.status, made.cells.ran) == ("refused", 0)
     assert words in str(made.message)
+    assert verify(Path("runs/demo")).holds
+
+
+def test_papermill_and_the_short_form_come_to_the_same_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_kernels(monkeypatch)
+    write_notebook(Path("notebooks/cost_sheet.ipynb"), "cost_sheet", ["phase.record({})"])
+    text = "run: runs/demo\ninputs: {rate: 1e-3, word: no, count: 012, day: 2026-01-01}\ncolour: blue\n"
+    Path("cost.yaml").write_text(text)
+    papermill("notebooks/cost_sheet.ipynb", "runs/demo/cost_sheet/attempt-1/receipt.ipynb", "-f", "cost.yaml")
+    start(["phase.record({})"], parameters=read_parameters(Path("cost.yaml")), attempt=2)
+    one, other = receipt(), receipt(attempt=2)
+    assert one.parameters == other.parameters
+    assert one.parameters["inputs"] == {"rate": 0.001, "word": "no", "count": "012", "day": "2026-01-01"}
+    assert one.message == other.message
+
+
+def test_a_parameter_on_the_command_line_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_kernels(monkeypatch)
+    write_notebook(Path("notebooks/cost_sheet.ipynb"), "cost_sheet", ["phase.record({})"])
+    Path("cost.yaml").write_text("run: elsewhere/demo\ninputs: {}\ncolour: blue\npilot: a\n")
+    more = ["-f", "cost.yaml", "-y", "pilot: b", "-p", "assembly", "1.5", "-r", "run", "runs/demo"]
+    papermill("notebooks/cost_sheet.ipynb", "runs/demo/cost_sheet/attempt-1/receipt.ipynb", *more)
+    shown = {"run": "runs/demo", "inputs": {}, "colour": "blue", "pilot": "b", "assembly": 1.5}
+    assert receipt().parameters == shown
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ("d2lib.evidence.notebook.os.replace", "working.ipynb"),
+        ("d2lib.files.os.link", "working.json"),
+        ("d2lib.files.os.fsync", "working.json"),
+        ("d2lib.evidence.ledger._write", "LEDGER.jsonl"),
+        ("d2lib.evidence.seal.write_exclusive", ""),
+        ("d2lib.evidence.engine.describe_environment", ""),
+    ],
+)
+def test_a_full_or_broken_disk_is_one_line_and_the_next_attempt_goes_on(
+    call: str, name: str, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    refuse_kernels(monkeypatch)
+    words = ["phase.record({})"]
+
+    def broken(*arguments: object, **_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(call, broken)
+        assert start(words, parameters={"run": "runs/demo"}) is ExitStatus.UNEXPECTED
+    lines = capfd.readouterr().err.splitlines()
+    assert len([line for line in lines if "unexpected" in line]) == 1
+    assert lines[-1].startswith(f"d2: unexpected: {os.strerror(code)} ({errno.errorcode[code]}); {engine.KEPT}")
+    assert "Traceback" not in "".join(lines)
+    assert name in lines[-1]
+    assert start(words, parameters={"run": "runs/demo"}) is ExitStatus.REFUSED
     assert verify(Path("runs/demo")).holds
 
 
@@ -261,6 +326,42 @@ def test_an_existing_receipt_is_never_overwritten(monkeypatch: pytest.MonkeyPatc
     assert start([], attempt=1) is ExitStatus.REFUSED
     assert Path("runs/demo/cost_sheet/attempt-1/receipt.ipynb").read_bytes() == before
     assert len(read_ledger(Path("runs/demo"))) == 1
+
+
+def test_a_job_that_is_done_never_runs_again_and_status_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = write_notebook(Path("notebooks/train.ipynb"), "train", ["phase.record({'updates': 3})"])
+    train: dict[str, Any] = {"run": "runs/demo"}
+    assert run_phase(source, train, Path("runs"), "demo") is ExitStatus.DONE
+    before = Path("runs/demo/LEDGER.jsonl").read_bytes()
+    refuse_kernels(monkeypatch)
+    assert run_phase(source, train, Path("runs"), "demo") is ExitStatus.REFUSED
+    said = capfd.readouterr().err.strip().splitlines()[-1]
+    assert "refused: train is done, and a completed job never runs again; found: attempt 1" in said
+    assert Path("runs/demo/LEDGER.jsonl").read_bytes() == before
+    assert sorted(path.name for path in Path("runs/demo/train").iterdir()) == [".lock", "attempt-1"]
+    row = next(row for row in status(Path("runs/demo")) if row.step == "train")
+    assert (row.ready, row.why_not) == (False, "it is done, and a completed job never runs again")
+
+
+def test_a_receipt_whose_line_is_missing_is_completed_and_nothing_runs(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = write_notebook(Path("notebooks/train.ipynb"), "train", ["phase.record({'updates': 3})"])
+    train: dict[str, Any] = {"run": "runs/demo"}
+    assert run_phase(source, train, Path("runs"), "demo") is ExitStatus.DONE
+    folder = Path("runs/demo/train/attempt-1")
+    (folder / "receipt.ipynb").rename(folder / "working.ipynb")
+    Path("runs/demo/LEDGER.jsonl").unlink()
+    row = next(row for row in status(Path("runs/demo")) if row.step == "train")
+    assert (row.state, row.detail) == ("killed", "its receipt waits for its line in the ledger")
+    refuse_kernels(monkeypatch)
+    assert run_phase(source, train, Path("runs"), "demo") is ExitStatus.DONE
+    assert "train attempt 1: done" in capfd.readouterr().err
+    assert [(line.name, line.attempt) for line in read_ledger(Path("runs/demo"))] == [("train", 1)]
+    assert verify(Path("runs/demo")).holds
+    assert sorted(path.name for path in Path("runs/demo/train").iterdir()) == [".lock", "attempt-1"]
 
 
 def test_a_broken_ledger_refuses_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,9 +27,11 @@ SOURCE_MAP = "SOURCE_MAP.json"
 
 NUMERICAL_FILES = (
     "__init__.py",
+    "entry.py",
     "errors.py",
     "files.py",
     "progress.py",
+    "strict.py",
     "drafter/*.py",
     "data/__init__.py",
     "data/blocks.py",

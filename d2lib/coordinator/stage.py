@@ -45,6 +45,7 @@ from d2lib.files import (
     write_exclusive,
     write_json,
 )
+from d2lib.strict import differences
 
 if TYPE_CHECKING:
     from d2lib.params import StageParams
@@ -188,7 +189,7 @@ def check_contract(plan: Plan, staged: Any) -> None:
     Raises:
         Refused: with the path of the field that differs, and both values.
     """
-    difference = first_difference(staged, parse_json(canonical_json(plan.contract())))
+    difference = next(differences(staged, parse_json(canonical_json(plan.contract()))), None)
     if difference is not None:
         field, before, now = difference
         raise Refused(
@@ -202,23 +203,6 @@ def check_contract(plan: Plan, staged: Any) -> None:
         path = plan.paths.snapshot / name
         if str(sha256_file(path)) != str(sha256_bytes(text.encode())):
             raise Refused("a staged parameter file differs", found=name, where=path)
-
-
-def first_difference(before: Any, now: Any, field: str = "") -> tuple[str, Any, Any] | None:
-    """(path, before, now) of the first difference of two JSON values, in the order of keys, or None."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in sorted(before.keys() | now.keys()):
-            if (
-                found := first_difference(before.get(key), now.get(key), f"{field}.{key}" if field else key)
-            ) is not None:
-                return found
-        return None
-    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        for number, (one, other) in enumerate(zip(before, now, strict=True)):
-            if (found := first_difference(one, other, f"{field}[{number}]")) is not None:
-                return found
-        return None
-    return None if type(before) is type(now) and before == now else (field, before, now)
 
 
 def _check_staged_files(tree: Tree, staged: dict[str, Any], plan: Plan) -> None:

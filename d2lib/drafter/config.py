@@ -6,7 +6,7 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, PlainValidator, SerializeAsAny, ValidationError
+from pydantic import Field, PlainValidator, SerializeAsAny
 
 from d2lib.drafter.family import family_named
 from d2lib.errors import Refused
@@ -54,17 +54,7 @@ class DrafterConfig(Record):
 def parse_config(value: Any, *, where: object = None) -> DrafterConfig:
     """A configuration from a JSON value; raises Refused and names the field that is wrong."""
     family = value.get("family", OLDEST_FAMILY) if isinstance(value, dict) else OLDEST_FAMILY
-    record = family_named(family, where=where).config
-    try:
-        return record.model_validate(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise Refused(
-            "the drafter's configuration is wrong",
-            expected=first["msg"],
-            found=first.get("input"),
-            where=f"{where}: {'.'.join(str(part) for part in first['loc'])}",
-        ) from None
+    return family_named(family, where=where).config.parse(value, where, message="the drafter's configuration is wrong")
 
 
 def load_config(path: Path) -> DrafterConfig:

@@ -9,6 +9,7 @@ from d2lib.errors import ExitStatus, Refused
 from d2lib.evidence.layout import NOTEBOOK, RECEIPT, numbers
 from d2lib.evidence.ledger import read_ledger
 from d2lib.evidence.receipts import exit_status, read_receipt
+from d2lib.evidence.repair import complete
 from d2lib.files import read_json, sha256_file
 
 
@@ -36,7 +37,7 @@ def run_phase(
     import papermill  # before d2lib.evidence.engine: papermill imports the engine while it imports itself
     from papermill.engines import papermill_engines
 
-    from d2lib.evidence.engine import D2Engine
+    from d2lib.evidence.engine import D2Engine, PhaseExit
 
     papermill_engines.register("d2", D2Engine)  # this d2lib's, whichever is installed
     folder = runs / namespace / step_name(notebook, job)
@@ -51,7 +52,7 @@ def run_phase(
             progress_bar=False,
             log_output=True,
         )
-    except SystemExit as error:
+    except PhaseExit as error:
         return ExitStatus(int(error.code or 0))
     return ExitStatus.DONE
 
@@ -71,10 +72,13 @@ def step_name(notebook: Path, job: str | None) -> str:
 def done_status(runs: Path, namespace: str, step: str) -> ExitStatus | None:
     """The exit status of a step's newest receipt with status done, or None when it is not done.
 
+    What a killed attempt left is completed or removed first.
+
     Raises:
         Refused: the ledger is broken, or the receipt is not the one in the ledger.
     """
     root = runs / namespace
+    complete(root)
     for line in reversed(read_ledger(root)):
         if line.name == step and line.status == "done":
             path = root / step / f"attempt-{line.attempt}" / RECEIPT

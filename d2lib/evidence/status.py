@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from d2lib.errors import Refused
-from d2lib.evidence.layout import LEDGER, NOTEBOOK, OPENING, RECEIPT, WORKING_NOTEBOOK, Attempt, numbers
+from d2lib.errors import Refused, one_line
+from d2lib.evidence.engine import find_schema, is_once
+from d2lib.evidence.layout import LEDGER, NOTEBOOK, OPENING, RECEIPT, WORKING_NOTEBOOK, Attempt, numbers, split_attempt
 from d2lib.evidence.ledger import LedgerLine, is_held, read_ledger
 from d2lib.evidence.notebook import is_code
 from d2lib.evidence.receipts import Receipt, read_receipt
@@ -130,7 +131,8 @@ def status(
     """
     if not runs.is_dir():
         raise Refused("no runs here", expected="a folder of runs, or runs/NAMESPACE", where=runs)
-    roots = [runs] if (runs / LEDGER).exists() else sorted(path for path in runs.iterdir() if path.is_dir())
+    one = (runs / LEDGER).exists() or any(split_attempt(path) for path in runs.glob("*/attempt-*"))
+    roots = [runs] if one else sorted(path for path in runs.iterdir() if path.is_dir())
     return [row for root in roots for row in run_status(root, chain or chain_of(root), params, notebooks)]
 
 
@@ -221,6 +223,8 @@ def _known(root: Path, step: Step, line: LedgerLine | None) -> _Known:
         if is_held(attempt.lock):
             return _Known("running", begun, when=_started(attempt), detail=progress(attempt))
         return _Known("killed", begun, when=_started(attempt), detail="papermill was killed; the next attempt goes on")
+    if begun and (line is None or line.attempt < begun):
+        return _Known("killed", begun, when=_started(attempt), detail="its receipt waits for its line in the ledger")
     if line is None:
         return _Known("absent")
     try:
@@ -237,7 +241,8 @@ def _why_not(step: Step, here: _Known, known: Mapping[str, _Known], chain: Seque
     if here.state == "running":
         return f"attempt {here.attempt} is running"
     if here.state in ("done", "verdict"):
-        return "it is done, and a completed job never runs again"
+        once = is_once(find_schema(step.phase))
+        return f"it is done{', and a completed job never runs again' if once else '; another attempt may be made'}"
     optional = {one.name for one in chain if one.optional}
     for name, need in step.needs:
         there = known.get(name)
@@ -271,10 +276,15 @@ def progress(attempt: Attempt) -> str:
     """How far a running attempt is: cells begun, the last line that it printed, and how long ago it was saved."""
     path = attempt.file(WORKING_NOTEBOOK)
     try:
-        cells: list[dict[str, Any]] = json.loads(path.read_bytes())["cells"]
         age = time.time() - path.stat().st_mtime
+        return _cells_begun(json.loads(path.read_bytes())["cells"], age)
     except (OSError, ValueError, KeyError):
         return "starting"
+    except (TypeError, AttributeError):
+        return "its working notebook is damaged"
+
+
+def _cells_begun(cells: list[dict[str, Any]], age: float) -> str:
     code = [cell for cell in cells if is_code(cell)]
     begun = sum(cell.get("metadata", {}).get("papermill", {}).get("start_time") is not None for cell in code)
     text = f"cell {begun} of {len(code)}, saved {age:.0f} s ago"
@@ -290,15 +300,15 @@ def render_text(rows: Sequence[Row]) -> str:
     """The rows for a terminal: one line a step, then the commands that may come next."""
     lines, ready = [], [row for row in rows if row.ready]
     for namespace in dict.fromkeys(row.namespace for row in rows):
-        lines.append(namespace)
+        lines.append(one_line(namespace))
         for row in rows:
             if row.namespace == namespace:
                 word = row.verdict or row.state
                 text = "; ".join(part for part in (row.detail, "" if row.ready else row.why_not or "") if part)
                 attempt = f"attempt {row.attempt}" if row.attempt else ""
-                lines.append(f"  {row.step:<12} {word:<13} {attempt:<11} {text}".rstrip())
+                lines.append(one_line(f"  {row.step:<12} {word:<13} {attempt:<11} {text}").rstrip())
     if ready:
-        lines += ["", "may come next:", *(f"  {row.command}" for row in ready)]
+        lines += ["", "may come next:", *(one_line(f"  {row.command}") for row in ready)]
     return "\n".join(lines)
 
 

@@ -8,19 +8,31 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from d2lib.errors import Refused
 from d2lib.evidence import notebook as notebooks
-from d2lib.evidence.layout import FINAL_NAMES, JOURNAL, LEDGER, LOCK, NOTEBOOK, OPENING, RECEIPT, SIGNATURE
+from d2lib.evidence.layout import (
+    FINAL_NAMES,
+    JOURNAL,
+    LEDGER,
+    LOCK,
+    NOTEBOOK,
+    OPENING,
+    RECEIPT,
+    SIGNATURE,
+    WORKING_NAMES,
+)
 from d2lib.evidence.ledger import LedgerLine, check_lines, is_held
 from d2lib.evidence.phase import read_journal
 from d2lib.evidence.receipts import Receipt, files_of, hash_prefixes, parse_receipt
+from d2lib.evidence.repair import repair
 from d2lib.evidence.report import Report, Row, State
 from d2lib.evidence.sign import Policy, check_envelope
-from d2lib.files import canonical_json, sha256_bytes
+from d2lib.files import canonical_json, is_unfinished, remove_abandoned, sha256_bytes
 from d2lib.progress import bar
 
 
@@ -69,6 +81,7 @@ def verify(root: Path, *, progress: bool = False, policy: Policy | None = None) 
         raise Refused("not a run root", expected="the folder runs/NAMESPACE, not a link", where=root)
     run = _Run(root)
     _walk_tree(run, root)
+    _check_leftovers(run)
     lines, head = _check_ledger(run)
     digests = {line.receipt_json_sha256: line for line in lines}
     receipts = {(line.name, line.attempt): _check_receipt(run, line, digests) for line in lines}
@@ -86,25 +99,53 @@ def verify(root: Path, *, progress: bool = False, policy: Policy | None = None) 
     return Report(root, tuple(run.rows), len(receipts), len(run.tree), size, head)
 
 
-def _walk_tree(run: _Run, folder: Path) -> None:
+def _walk_tree(run: _Run, root: Path) -> None:
     """Every regular file with one name; links, hard links and devices become rows."""
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError as error:
-        run.add("broken", folder.relative_to(run.root).as_posix(), "a folder cannot be read", found=error.strerror)
-        return
-    for entry in entries:
+    folders = [root]
+    while folders:
+        folder = folders.pop()
+        try:
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+            found = [(entry, entry.stat(follow_symlinks=False)) for entry in entries]
+        except OSError as error:
+            run.add("broken", folder.relative_to(root).as_posix(), "a folder cannot be read", found=error.strerror)
+            continue
+        folders += [Path(entry.path) for entry, status in reversed(found) if stat.S_ISDIR(status.st_mode)]
+        _note_files(run, [(entry, status) for entry, status in found if not stat.S_ISDIR(status.st_mode)])
+
+
+def _note_files(run: _Run, entries: Iterable[tuple[os.DirEntry[str], os.stat_result]]) -> None:
+    for entry, status in entries:
         name = Path(entry.path).relative_to(run.root).as_posix()
-        status = entry.stat(follow_symlinks=False)
-        if stat.S_ISDIR(status.st_mode):
-            _walk_tree(run, Path(entry.path))
-        elif not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "a device, socket or pipe"
             run.add("link", name, "not a plain file", expected="a regular file", found=kind)
         else:
-            if status.st_nlink != 1:
-                run.add("link", name, "a hard link", expected="a file with one name", found=f"{status.st_nlink} names")
             run.tree[name] = status
+
+
+def _check_leftovers(run: _Run) -> None:
+    """Take what is at work out of the tree, name what dead writers left, and find hard links among the rest."""
+    try:
+        dead = repair(run.root, remove=False)
+    except Refused:  # the ledger is not sound, as its own rows say
+        dead = remove_abandoned(run.root, remove=False)
+    places = {path.relative_to(run.root).as_posix() for path in dead}
+    left = {name for name in run.tree if places & {name, *(str(part) for part in PurePosixPath(name).parents)}}
+    names = Counter((run.tree[name].st_dev, run.tree[name].st_ino) for name in left)
+    for name in sorted(places):
+        run.add("leftover", name, "left by a writer that died", found="a working file; d2 repair removes it")
+    for name in sorted(name for name in run.tree.keys() - left if is_unfinished(name)):
+        parts = PurePosixPath(name).parts
+        place = "/".join(parts[: next(number for number, part in enumerate(parts, 1) if is_unfinished(part))])
+        run.add("scratch", place, "work in progress: it is no output, and a later attempt uses or removes it")
+        left.add(name)
+    for name in left:
+        del run.tree[name]
+    for name, status in run.tree.items():
+        count = status.st_nlink - names[status.st_dev, status.st_ino]
+        if count != 1:
+            run.add("link", name, "a hard link", expected="a file with one name", found=f"{count} names")
 
 
 def _read(run: _Run, name: str) -> bytes | None:
@@ -256,14 +297,23 @@ def _check_unrecorded(run: _Run, recorded: set[tuple[str, int]]) -> None:
     folders = {str(PurePosixPath(name).parent) for name in run.tree}
     for folder in sorted(folders):
         name, _, attempt = folder.rpartition("/attempt-")
-        if not attempt.isdecimal() or "/" in name or (name, int(attempt)) in recorded:
+        if not attempt.isdecimal() or "/" in name:
             continue
         inside = [path for path in run.tree if path.startswith(f"{folder}/")]
+        if (name, int(attempt)) in recorded:
+            if is_held(run.root / name / LOCK):  # it ends now
+                run.evidence |= {path for path in inside if PurePosixPath(path).name in WORKING_NAMES}
+            continue
         if f"{folder}/{RECEIPT}" not in run.tree and is_held(run.root / name / LOCK):
             run.add("running", folder, "an attempt is running")
             run.evidence |= {path for path in inside if PurePosixPath(path).name.lstrip(".").startswith("working.")}
-            entries = read_journal(run.root / folder / JOURNAL)
-            run.writing += [str(entry["output"]["path"]) for entry in entries if "output" in entry]
+            try:
+                entries = read_journal(run.root / folder / JOURNAL)
+                run.writing += [str(entry["output"]["path"]) for entry in entries if "output" in entry]
+            except (Refused, ValueError, KeyError, TypeError) as error:
+                run.add(
+                    "broken", f"{folder}/{JOURNAL}", "the journal is damaged", found=f"{type(error).__name__}: {error}"
+                )
             continue
         if f"{folder}/{RECEIPT}" in run.tree:
             run.add("foreign", f"{folder}/{RECEIPT}", "a receipt that is not in the ledger", f"a line in {LEDGER}")
@@ -297,7 +347,9 @@ def _check_files(run: _Run, progress: bool) -> int:
             elif not any(row.where == name and row.state == "link" for row in run.rows):
                 run.add("missing", name, f"recorded by {run.claims[name][0].by} and not here")
         for name in outside:
-            if os.path.lexists(name):
+            if "\0" in name:
+                run.add("broken", name, "no file can have this name", found=f"an input of {run.claims[name][0].by}")
+            elif os.path.lexists(name):
                 _compare(run, name, Path(name), step)
             else:
                 run.add("elsewhere", name, f"an input of {run.claims[name][0].by}; not on this machine")
@@ -307,6 +359,9 @@ def _check_files(run: _Run, progress: bool) -> int:
 def _compare(run: _Run, name: str, path: Path, step: Callable[[int], None]) -> None:
     claims = run.claims[name]
     try:
+        if not stat.S_ISREG(path.lstat().st_mode):  # a pipe or a device could be read for ever
+            run.add("changed", name, "not a plain file", expected="a regular file", found="a link, pipe or device")
+            return
         size, digests = hash_prefixes(path, {claim.size for claim in claims}, step)
     except OSError as error:
         run.add("changed", name, "cannot be read", found=error.strerror)
