@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator
 
+from d2lib.admission.drawn import RESCORED_ROUNDS
+from d2lib.admission.records import PilotDemands
 from d2lib.files import Record
 
 Split = Literal["dev", "heldout_legal", "heldout_general"]
@@ -86,6 +88,17 @@ class AdmissionParams(AssemblyParams):
     pilot: str = "pilot"
     pilot_source: str | None = None
     """The pilot's own source tree; by default PILOT/repo."""
+    demands: PilotDemands
+    """What the profile asked of the pilot, which the pilot is compared with."""
+    rescored_rounds: int = Field(default=RESCORED_ROUNDS, ge=1)
+    """Rounds of the frozen sample that are drawn and scored again. The default finds a score that was invented in 1% of
+    the rounds with 99%; where a drafter is too large for that, the receipt says what fewer find."""
+    parity_rounds: int = Field(default=100, ge=1)
+    """Rounds of each live trajectory that are drawn and drafted again."""
+    replayed_sequences: int = Field(default=3, ge=0)
+    """Sequences of dev that are drawn and go through the target again; 0 where the target cannot run here."""
+    pins: str | None = None
+    """YAML of what is known of the inputs from outside of them (see d2lib.train.pins)."""
     policy: str | None = None
     """YAML that says whose signatures the receipts of capture, g1 and pilot need; without it none."""
 
@@ -113,7 +126,6 @@ class StageParams(PhaseParams):
 class TrainParams(AssemblyParams):
     """train: the full run that the admitted pilot qualified."""
 
-    admission: str = "admission/admitted.json"
     output: str = "full"
     resume: bool = False
     save_every: float = Field(default=300.0, gt=0)
@@ -121,23 +133,29 @@ class TrainParams(AssemblyParams):
     threads: int = Field(default=2, ge=1)
     precision: Literal["fp32", "bf16"] = "fp32"
     device: str = "cpu"
+    pins: str | None = None
+    """YAML of what is known of the run from outside of its inputs (see d2lib.train.pins)."""
+    policy: str | None = None
+    """YAML that says whose signatures the admission needs; without it none."""
 
 
 class G2Params(AssemblyParams):
     """g2: one split's full population, baseline and candidate, in reference arithmetic."""
 
     split: Split
-    admission: str = "admission/admitted.json"
     output: str = "full"
     threads: int = Field(default=2, ge=1)
     device: str = "cpu"
+    policy: str | None = None
+    """YAML that says whose signatures admission and training need; without it none."""
 
 
 class FinishParams(PhaseParams):
     """finish: bind the three parts and give the verdict."""
 
-    admission: str = "admission/admitted.json"
     output: str = "full"
+    policy: str | None = None
+    """YAML that says whose signatures admission, training and the three parts need; without it none."""
 
 
 class BenchmarkParams(PhaseParams):
@@ -169,7 +187,6 @@ class LiveParams(PhaseParams):
     rows: int | None = Field(default=None, ge=1)
     """Rows of a decoded sequence, context included; by default as many as the captured one has."""
     assembly: str = "assembly"
-    admission: str = "admission/admitted.json"
     output: str = "full"
     threads: int = Field(default=2, ge=1)
 

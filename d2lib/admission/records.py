@@ -7,12 +7,12 @@ what they say.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from d2lib.data.check import CheckRow
-from d2lib.data.manifest import Digest, refused_field
+from d2lib.data.manifest import SPLITS, Digest, Split, refused_field
 from d2lib.data.sample import FrozenSample
 from d2lib.files import Hashed, Record, read_json, write_json
 from d2lib.gates.journal import ScoredSplit
@@ -20,6 +20,25 @@ from d2lib.gates.journal import ScoredSplit
 SCORED: tuple[ScoredSplit, ...] = get_args(ScoredSplit)
 
 Kind = TypeVar("Kind", bound=Record)
+
+
+class PilotDemands(Record):
+    """What a profile asks of its pilot. Admission compares the pilot with this, not with what the pilot says of itself.
+
+    sequences: split → its requests, all four splits.
+    """
+
+    presented_blocks: int = Field(ge=1)
+    """Each arm presents so many, rounded up to whole updates."""
+    sample_size: int = Field(ge=1)
+    """Rounds of each sampled split."""
+    sequences: dict[Split, int]
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if set(self.sequences) != set(SPLITS):
+            raise ValueError(f"sequences must name {', '.join(SPLITS)}")
+        return self
 
 
 class Replay(Record):
@@ -52,18 +71,33 @@ class Parity(Record):
 
 
 class LiveSource(Record):
-    """A file of the assembly that the live run made or used, by its path in the assembly."""
+    """A file of the assembly that the live run made or used, by its path in the assembly.
+
+    VALID: the live run's own headers name these bytes, or it is a trajectory that the reference drafts again.
+    """
 
     name: str = Field(min_length=1)
     status: Literal["VALID", "WITHDRAWN"]
     sha256: Digest
 
 
-class G1Receipt(Record):
+class _Genuine(Record):
+    """A record that may say `synthetic: false`, as those of earlier versions did, and nothing else about it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_synthetic(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or "synthetic" not in value:
+            return value
+        if value["synthetic"] is not False:
+            raise ValueError(f"synthetic inputs are refused, found synthetic: {value['synthetic']!r}")
+        return {name: field for name, field in value.items() if name != "synthetic"}
+
+
+class G1Receipt(_Genuine):
     """g1.json: the data are what they say they are, and the reference drafter is the live one."""
 
     schema_version: Literal[1] = 1
-    synthetic: bool
     namespace: str = Field(min_length=1)
     """The manifest's."""
     manifest_sha256: Digest
@@ -115,11 +149,10 @@ class ScoresFile(Record):
     sha256: Digest
 
 
-class PilotReceipt(Record):
+class PilotReceipt(_Genuine):
     """receipt.json of the pilot: what was trained and scored, the verdict, and everything that it hangs on."""
 
     schema_version: Literal[1] = 1
-    synthetic: bool
     namespace: str = Field(min_length=1)
     verdict: Literal["PASS", "FAIL", "INCONCLUSIVE"]
     recipe: dict[str, Any]

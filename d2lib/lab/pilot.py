@@ -17,7 +17,7 @@ from d2lib.data.manifest import Split
 from d2lib.data.sample import SAMPLED, frozen_sample
 from d2lib.drafter.lora import save_adapter
 from d2lib.drafter.reference import Reference
-from d2lib.files import read_json, sha256_file, write_json
+from d2lib.files import sha256_file, write_json
 from d2lib.gates.evaluate import PROBE_ROUNDS
 from d2lib.gates.pilot import PilotAdapters, PilotScores, PilotVerdict, judge_pilot
 from d2lib.gates.scoring import Scorer, score_sample
@@ -122,7 +122,6 @@ def run_pilot(
     digest = write_json(out / "scores.json", scores.model_dump(mode="json"))
     verdict = judge_pilot(scores)
     receipt = PilotReceipt(
-        synthetic=bool(read_json(assembly.folder / "provenance.json")["synthetic"]),
         namespace=namespace,
         verdict=verdict.verdict,
         recipe=recipe.model_dump(mode="json"),
