@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import yaml
-
 from d2lib.errors import ExitStatus, Refused
+from d2lib.strict import read_yaml
 
 
 @dataclass(frozen=True)
@@ -55,15 +54,8 @@ class RunPhase(Protocol):
 
 def read_parameters(path: Path) -> dict[str, Any]:
     """A phase's parameter file: a YAML mapping; raises Refused on anything else."""
-    try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Refused(
-            "a parameter file cannot be read", expected="a YAML file", found=error.strerror, where=path
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise Refused("a parameter file is not YAML", found=" ".join(str(error).split())[:200], where=path) from None
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+    value = read_yaml(path, what="a parameter file")
+    if not isinstance(value, dict):
         raise Refused(
             "a parameter file is not a mapping", expected="NAME: VALUE lines", found=type(value).__name__, where=path
         )

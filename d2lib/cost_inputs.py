@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, get_args
 
-import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from d2lib.data.manifest import Counts, Split, SplitCounts, refused_field
+from d2lib.data.manifest import Counts, Split, SplitCounts
 from d2lib.errors import Refused
 from d2lib.files import Record
+from d2lib.strict import read_yaml
 
 Scored = Literal["dev", "heldout_legal", "heldout_general"]
 SCORED: tuple[Scored, ...] = get_args(Scored)
@@ -121,19 +121,6 @@ class CostInputs(Record):
     supply: Supply | None = None
     notes: tuple[str, ...] = ()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _tuples(cls, value: Any) -> Any:
-        """YAML and JSON have lists where the fields are tuples."""
-        if not isinstance(value, Mapping):
-            return value
-        found = dict(value)
-        if isinstance(found.get("schedule"), Mapping):
-            found["schedule"] = {k: tuple(v) if isinstance(v, list) else v for k, v in found["schedule"].items()}
-        if isinstance(found.get("notes"), list):
-            found["notes"] = tuple(found["notes"])
-        return found
-
     @model_validator(mode="after")
     def _scheduled(self) -> Self:
         scheduled = sorted(split for splits in self.schedule.values() for split in splits)
@@ -202,7 +189,7 @@ def load_inputs(path: Path) -> CostInputs:
         Refused: the file is no YAML, a key stands twice, is unknown or missing, or a number is negative, not finite or
             of another kind; the file and the field are named.
     """
-    value = _read_yaml(path)
+    value = read_yaml(path)
     if not isinstance(value, dict) or not isinstance(value.get("inputs"), dict):
         raise Refused("the cost sheet's file has no inputs", expected="inputs: a mapping", where=path)
     unknown = sorted(value.keys() - {"run", "inputs", "pilot", "assembly"})
@@ -217,27 +204,4 @@ def parse_inputs(value: Mapping[str, Any], where: object = "inputs") -> CostInpu
 
 
 def _validated(kind: type[Kind], value: Mapping[str, Any], where: object) -> Kind:
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        raise refused_field("the cost sheet's inputs are wrong", error, where) from None
-
-
-class _UniqueLoader(yaml.SafeLoader):
-    """YAML in which a key stands once."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-def _read_yaml(path: Path) -> Any:
-    try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueLoader)
-    except OSError as error:
-        raise Refused("a file cannot be read", expected="a YAML file", found=error.strerror, where=path) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise Refused("a file is not YAML", found=" ".join(str(error).split())[:200], where=path) from None
+    return kind.parse(value, where, message="the cost sheet's inputs are wrong")

@@ -1,4 +1,4 @@
-"""Bytes on disk: strict JSON, digests, exclusive publication, and the refusal of links and escapes.
+"""Bytes on disk: canonical JSON, digests, exclusive publication, and the refusal of links and escapes.
 
 Everything that is hashed here is hashed over its exact bytes; every JSON that is hashed is in the canonical form of
 RFC 8785. Nothing in this module overwrites a file.
@@ -7,27 +7,23 @@ RFC 8785. Nothing in this module overwrites a file.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import secrets
+import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import rfc8785
-from pydantic import BaseModel, ConfigDict
 
-from d2lib.errors import Refused
+from d2lib.errors import Refused, Unexpected
+from d2lib.strict import Record as Record
+from d2lib.strict import parse_json as parse_json
+from d2lib.strict import read_json as read_json
 
 _CHUNK = 1 << 20
-
-
-class Record(BaseModel):
-    """Base of every parameter and record: immutable, strictly typed, unknown keys refused."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True, order=True)
@@ -164,43 +160,10 @@ def canonical_json(value: Any) -> bytes:
     """RFC 8785 bytes of a JSON value; NaN, infinities and integers beyond 2^53 are refused."""
     try:
         return rfc8785.dumps(value)
-    except rfc8785.CanonicalizationError as error:
+    except (rfc8785.CanonicalizationError, RecursionError) as error:
         raise Refused(
             "a value has no canonical JSON", expected="finite numbers, strings, lists, objects", found=str(error)
         ) from None
-
-
-def parse_json(text: str | bytes, *, where: object = None) -> Any:
-    """Strict JSON: duplicate keys, NaN and infinities are refused, and so is anything after the value."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise Refused("a JSON key stands twice", found=key, where=where)
-            found[key] = value
-        return found
-
-    def nonfinite(name: str) -> float:
-        raise Refused("a JSON number is not finite", expected="a finite number", found=name, where=where)
-
-    def number(text: str) -> float:
-        value = float(text)
-        return value if abs(value) != float("inf") else nonfinite(text)
-
-    try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=nonfinite, parse_float=number)
-    except (ValueError, RecursionError) as error:
-        raise Refused("not valid JSON", found=str(error), where=where) from None
-
-
-def read_json(path: Path) -> Any:
-    """The strict JSON value in a regular file."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise Refused("a file cannot be read", expected="a JSON file", found=error.strerror, where=path) from None
-    return parse_json(data, where=path)
 
 
 def fsync_folder(path: Path) -> None:
@@ -249,3 +212,38 @@ def write_json(path: Path, value: Any, *, mode: int = 0o444) -> Hashed:
     data = canonical_json(value) + b"\n"
     write_exclusive(path, data, mode=mode)
     return sha256_bytes(data)
+
+
+def publish_folder(to: Path, files: Iterable[tuple[str, bytes]]) -> None:
+    """Make a folder with these files under a working name, then give it its own; never overwrites.
+
+    Args:
+        to: the folder, which must not exist.
+        files: name and bytes of each, taken one at a time.
+
+    Raises:
+        Refused: the folder exists. Unexpected: the disk refused. Nothing is left behind.
+    """
+    if os.path.lexists(to):
+        raise _folder_exists(to)
+    working = to.with_name(f".{to.name}.{secrets.token_hex(6)}.part")
+    try:
+        working.mkdir()
+        try:
+            for name, data in files:
+                write_exclusive(working / name, data)
+            fsync_folder(working)
+            if os.path.lexists(to):
+                raise _folder_exists(to)
+            os.rename(working, to)  # replaces nothing but an empty folder that was made in this very moment
+            fsync_folder(to.parent)
+        finally:
+            shutil.rmtree(working, ignore_errors=True)
+    except OSError as error:
+        raise Unexpected(
+            "a folder could not be written", found=error.strerror, where=to, remedy="see to the disk"
+        ) from None
+
+
+def _folder_exists(to: Path) -> Refused:
+    return Refused("a folder exists already and is never overwritten", where=to, remedy="choose a new name")

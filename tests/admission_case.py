@@ -29,6 +29,7 @@ from d2lib.data.k2 import K2File, K2Header, K2Round, leading_matches, write_k2
 from d2lib.data.manifest import FileEntry, Manifest
 from d2lib.data.sample import SAMPLED, frozen_sample
 from d2lib.data.sidecar import Sidecar
+from d2lib.drafter.family import reference_drafter
 from d2lib.drafter.lora import initialization_sha256, initialize_adapter, load_adapter, save_adapter
 from d2lib.drafter.reference import Reference
 from d2lib.drafter.weights import save_weights
@@ -128,11 +129,11 @@ class AdmittedCase:
             )
             save_adapter(self.pilot / f"{arm}.safetensors", result.adapter, CONFIG)
             shutil.rmtree(self.pilot / f"{arm}.checkpoints")
-        adapted = Reference(CONFIG, WEIGHTS, load_adapter(self.pilot / "fast.safetensors", CONFIG))
+        adapted = reference_drafter(CONFIG, WEIGHTS, load_adapter(self.pilot / "fast.safetensors", CONFIG))
         for split in SAMPLED:
             commit_drafts(adapted, manifest, self.assembly, split)
         manifest = self.rebind_manifest()
-        native, live = str(sha256_file(self.assembly / "native.safetensors")), Reference(CONFIG, WEIGHTS)
+        native, live = str(sha256_file(self.assembly / "native.safetensors")), reference_drafter(CONFIG, WEIGHTS)
         (self.assembly / "k2").mkdir()
         for split in SCORED:
             header = K2Header(
@@ -158,9 +159,10 @@ class AdmittedCase:
 
     def _score(self, manifest: Manifest) -> dict[str, Any]:
         """Every complete round of the sampled splits, scored: split → request → anchor → arm → accepted."""
-        arms = {"baseline": Reference(CONFIG, WEIGHTS)}
+        arms = {"baseline": reference_drafter(CONFIG, WEIGHTS)}
         arms |= {
-            arm: Reference(CONFIG, WEIGHTS, load_adapter(self.pilot / f"{arm}.safetensors", CONFIG)) for arm in ARMS
+            arm: reference_drafter(CONFIG, WEIGHTS, load_adapter(self.pilot / f"{arm}.safetensors", CONFIG))
+            for arm in ARMS
         }
         found: dict[str, Any] = {}
         for split in SAMPLED:

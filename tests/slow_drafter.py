@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from d2lib.drafter.batch import Round
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DeepseekConfig
 
 Vector = list[float]
 
@@ -36,7 +36,7 @@ def e4m3(value: float) -> float:
 
 class SlowDrafter:
     def __init__(
-        self, config: DrafterConfig, weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor] | None = None
+        self, config: DeepseekConfig, weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor] | None = None
     ) -> None:
         self.c = config
         self.w: dict[str, Any] = {name: tensor.double().tolist() for name, tensor in weights.items()}

@@ -241,7 +241,7 @@ def other_comment(case: AdmittedCase) -> None:
 
 
 def one_numerical_file_less(case: AdmittedCase) -> None:
-    (case.pilot / "repo/d2lib/drafter/rotary.py").unlink()
+    (case.pilot / "repo/d2lib/drafter/deepseek/rotary.py").unlink()
     case.bind()
 
 
@@ -368,7 +368,7 @@ ALONE: list[tuple[str, str, Callable[[AdmittedCase], Any]]] = [
     ("pilot scores", "the block size differs", scores(lambda v: v.update(block_size=4))),
     ("pilot checkpoints", "adapter of ref differs", scores(lambda v: v["adapters"].update(ref=DIGEST))),
     ("numerical files", "1 that are not; the first: d2lib/drafter/kernels.py", other_comment),
-    ("numerical files", "1 that are not; the first: d2lib/drafter/rotary.py", one_numerical_file_less),
+    ("numerical files", "1 that are not; the first: d2lib/drafter/deepseek/rotary.py", one_numerical_file_less),
     ("numerical files", "1 that are not; the first: d2lib/drafter/tricks.py", one_numerical_file_more),
     ("frozen sample", "the sample's namespace|the sample's seed", lambda case: case.bind(sample_namespace="other")),
     ("frozen sample", "2 that are on one side only", another_round),

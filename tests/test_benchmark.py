@@ -12,8 +12,7 @@ from d2lib.benchmark.cases import drafter_config, random_adapter, random_blocks,
 from d2lib.benchmark.drafting import BF16_TOLERANCE, TOLERANCES, fast_update, measure_update, reference_update, slope
 from d2lib.benchmark.head import LOSSES, HeadCase
 from d2lib.benchmark.measure import Peak, Place, Row, in_child, medians
-from d2lib.drafter.fast import FastDrafter
-from d2lib.drafter.reference import Reference
+from d2lib.drafter.family import fast_drafter, reference_drafter
 from d2lib.errors import Unexpected
 
 
@@ -69,8 +68,10 @@ def test_both_sides_of_an_update_compute_the_same(stretch: int) -> None:
     weights, adapter = random_weights(config), random_adapter(config, rank=2)
     batch = random_blocks(config, 8, stretch=stretch, rows=120)
     assert (batch.anchor.view(-1, stretch).diff(dim=1) == 1).all()
-    losses = fast_update(FastDrafter(config, weights, adapter), batch, "ACE")
-    assert losses == pytest.approx(reference_update(Reference(config, weights, adapter), batch, "ACE"), rel=1e-5)
+    losses = fast_update(fast_drafter(config, weights, adapter), batch, "ACE")
+    assert losses == pytest.approx(
+        reference_update(reference_drafter(config, weights, adapter), batch, "ACE"), rel=1e-5
+    )
     assert all(tensor.grad is not None for tensor in adapter.values())
 
 

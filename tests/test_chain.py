@@ -86,7 +86,7 @@ def test_all_parameters_are_read_before_anything_runs(profile: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("[1, 2]", "not a mapping"), ("a: [", "not YAML"), ("1: 2", "not a mapping"), ("", "not a mapping")],
+    [("[1]", "not a mapping"), ("a: [", "not valid YAML"), ("1: 2", "a YAML key is not text"), ("", "not a mapping")],
 )
 def test_a_parameter_file_that_is_none(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "x.yaml"

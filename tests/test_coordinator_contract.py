@@ -236,15 +236,15 @@ def test_missing_flag_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"unknown": 1}, "unknown is wrong"),
+        ({"unknown": 1}, r"the profile is wrong.*yaml: unknown$"),
         ({"jobs": {**PROFILE["jobs"], "g2-dev": "slot-z"}}, "unknown solos: slot-z"),
         ({"jobs": {"g2-dev": "slot-a"}}, "jobs without a solo"),
-        ({"solos": {"slot-a": {"card": "0"}, "slot-b": {}}}, "card is wrong"),
+        ({"solos": {"slot-a": {"card": "0"}, "slot-b": {}}}, r"the profile is wrong.*: solos\.slot-a\.card$"),
         ({"solos": {"slot-a": {"card": "GPU-240876ad"}, "slot-b": {}}}, "power_limit_watts is missing"),
         ({"solos": {"slot-a": {"card": "GPU-240876ad", "cpus": [0]}, "slot-b": {}}}, "a card and a CPU slot"),
         ({"solos": {"../a": {}, "slot-a": {}, "slot-b": {}}}, "letters, digits and dashes"),
-        ({"memory_limit_gib": "much"}, "memory_limit_gib is wrong"),
-        ({"grace_seconds": float("nan")}, "grace_seconds is wrong"),
+        ({"memory_limit_gib": "much"}, r"the profile is wrong.*: memory_limit_gib$"),
+        ({"grace_seconds": float("nan")}, r"a YAML number is not finite.*\.nan.*line \d+$"),
     ],
 )
 def test_profiles_that_are_wrong_refuse(changed: dict[str, object], message: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from d2lib.coordinator import stage as staging
 from d2lib.coordinator.admit import run_foreground
 from d2lib.coordinator.children import clean_environment
 from d2lib.coordinator.source import blob_sha1, check_checkout, check_folder, check_running, extract_archive, read_tree
-from d2lib.coordinator.stage import first_difference, rename_new, revalidate, stage
+from d2lib.coordinator.stage import rename_new, revalidate, stage
 from d2lib.errors import Refused
 
 
@@ -456,19 +456,3 @@ def test_a_hand_edited_list_of_files_refuses(case: Case) -> None:
     _unlock(path).write_text(json.dumps(staged))
     with pytest.raises(Refused, match=r"STAGED.json lists another file than the commit.*where: run\.sh"):
         revalidate(case.plan())
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "field"),
-    [
-        ({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}]}, "a[1].b"),
-        ({"a": [1, 2]}, {"a": [1]}, "a"),
-        ({"a": 1}, {"a": True}, "a"),
-        ({}, {"x": 0}, "x"),
-    ],
-)
-def test_the_first_difference_is_named(before: object, now: object, field: str) -> None:
-    found = first_difference(before, now)
-    assert found is not None
-    assert found[0] == field
-    assert first_difference(now, now) is None

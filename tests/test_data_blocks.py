@@ -15,17 +15,17 @@ from d2lib.data.blocks import D2Blocks, Ranges
 from d2lib.data.manifest import Manifest
 from d2lib.data.sidecar import Sidecar
 from d2lib.drafter.batch import Round
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DeepseekConfig
 from d2lib.errors import Refused
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest, DrafterConfig]:
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest, DeepseekConfig]:
     folder, config = tmp_path_factory.mktemp("blocks"), tiny_config()
     return folder, write_dataset(folder, config), config
 
 
-def slow_round(sidecar: Sidecar, config: DrafterConfig, anchor: int) -> Round:
+def slow_round(sidecar: Sidecar, config: DeepseekConfig, anchor: int) -> Round:
     """One round, row by row."""
     rows, slots = sidecar.entry.rows, range(config.block_size)
     tokens, hidden = sidecar.tensor("tokens").tolist(), sidecar.tensor("hidden")
@@ -51,7 +51,7 @@ def same_round(found: Round, wanted: Round) -> None:
     assert torch.equal(found.teacher_hidden[found.valid], wanted.teacher_hidden[found.valid])
 
 
-def test_blocks_are_the_anchors_in_order(dataset: tuple[Path, Manifest, DrafterConfig]) -> None:
+def test_blocks_are_the_anchors_in_order(dataset: tuple[Path, Manifest, DeepseekConfig]) -> None:
     folder, manifest, config = dataset
     blocks = D2Blocks(manifest, folder, "train", config)
     wanted = [(s, a) for s, rows in enumerate(LENGTHS["train"]) for a in range(GEN_START, rows - 1)]
@@ -64,7 +64,7 @@ def test_blocks_are_the_anchors_in_order(dataset: tuple[Path, Manifest, DrafterC
             blocks.batch(torch.tensor([0, index]))
 
 
-def test_every_block_is_the_round_at_its_anchor(dataset: tuple[Path, Manifest, DrafterConfig]) -> None:
+def test_every_block_is_the_round_at_its_anchor(dataset: tuple[Path, Manifest, DeepseekConfig]) -> None:
     folder, manifest, config = dataset
     for split in LENGTHS:
         blocks = D2Blocks(manifest, folder, split, config)
@@ -77,7 +77,7 @@ def test_every_block_is_the_round_at_its_anchor(dataset: tuple[Path, Manifest, D
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), window=st.integers(1, 15), slots=st.integers(1, 9))
 def test_any_batch_in_any_order_with_repeats(
-    dataset: tuple[Path, Manifest, DrafterConfig], data: st.DataObject, window: int, slots: int
+    dataset: tuple[Path, Manifest, DeepseekConfig], data: st.DataObject, window: int, slots: int
 ) -> None:
     folder, manifest, _ = dataset
     config = tiny_config(window=window, block_size=slots)
@@ -102,7 +102,7 @@ def test_any_batch_in_any_order_with_repeats(
         same_round(batch.round(at), slow_round(blocks.sidecars[sequence], config, anchor))
 
 
-def test_rounds_of_a_request_are_its_blocks(dataset: tuple[Path, Manifest, DrafterConfig]) -> None:
+def test_rounds_of_a_request_are_its_blocks(dataset: tuple[Path, Manifest, DeepseekConfig]) -> None:
     folder, manifest, config = dataset
     blocks = D2Blocks(manifest, folder, "dev", config)
     rows = LENGTHS["dev"][1]
@@ -118,7 +118,7 @@ def test_rounds_of_a_request_are_its_blocks(dataset: tuple[Path, Manifest, Draft
         blocks.rounds_batch("train-00", anchors)
 
 
-def test_an_epoch_is_a_permutation_of_its_own(dataset: tuple[Path, Manifest, DrafterConfig]) -> None:
+def test_an_epoch_is_a_permutation_of_its_own(dataset: tuple[Path, Manifest, DeepseekConfig]) -> None:
     folder, manifest, config = dataset
     blocks = D2Blocks(manifest, folder, "train", config)
     order = blocks.epoch_order(23, 0)
@@ -132,7 +132,7 @@ def test_an_epoch_is_a_permutation_of_its_own(dataset: tuple[Path, Manifest, Dra
     assert order[:6].tolist() == [34, 14, 43, 4, 36, 35]  # a resumed run must find the order of the run before it
 
 
-def test_other_sizes_and_empty_splits_are_refused(dataset: tuple[Path, Manifest, DrafterConfig]) -> None:
+def test_other_sizes_and_empty_splits_are_refused(dataset: tuple[Path, Manifest, DeepseekConfig]) -> None:
     folder, manifest, _ = dataset
     for changed in ({"dim": 32}, {"vocab_size": 54}, {"target_layer_ids": (1,)}):
         with pytest.raises(Refused, match="drafter and the manifest disagree"):

@@ -13,14 +13,14 @@ from tiny import tiny_config
 
 from d2lib.data.integrity import coverage_rows, integrity_rows
 from d2lib.data.manifest import FileEntry, Manifest, SequenceEntry
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DeepseekConfig
 
 CONFIG = tiny_config()
 HEAD = torch.randn(CONFIG.vocab_size, CONFIG.dim, generator=torch.Generator().manual_seed(3))
 Tensors = dict[str, torch.Tensor]
 
 
-def dataset(folder: Path, config: DrafterConfig = CONFIG) -> Manifest:
+def dataset(folder: Path, config: DeepseekConfig = CONFIG) -> Manifest:
     return write_dataset(folder, config, head=HEAD)
 
 

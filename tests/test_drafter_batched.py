@@ -13,7 +13,8 @@ from tiny import random_batch, tiny_adapter, tiny_config, tiny_weights
 from d2lib.drafter import batched, reference
 from d2lib.drafter.batch import BlockBatch
 from d2lib.drafter.batched import BatchedReference, select_rounds, self_check
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DeepseekConfig
+from d2lib.drafter.family import reference_drafter
 from d2lib.drafter.reference import Reference
 
 WIDE = {"dim": 96, "head_dim": 32, "rope_head_dim": 16, "moe_inter_dim": 80, "vocab_size": 300, "noise_token_id": 299}
@@ -32,9 +33,9 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def drafter(config: DrafterConfig, adapted: bool = True) -> tuple[Reference, BatchedReference]:
+def drafter(config: DeepseekConfig, adapted: bool = True) -> tuple[Reference, BatchedReference]:
     weights, adapter = tiny_weights(config), tiny_adapter(config) if adapted else None
-    return Reference(config, weights, adapter), BatchedReference(config, weights, adapter)
+    return reference_drafter(config, weights, adapter), BatchedReference(config, weights, adapter)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,7 +127,7 @@ def test_gradients_are_the_sum_of_the_rounds() -> None:
     probe = torch.randn(6, config.block_size, config.vocab_size, generator=torch.Generator().manual_seed(1))
     together = (BatchedReference(config, weights, adapter).forward_batch(batch)[1] * probe).sum()
     found = torch.autograd.grad(together, list(adapter.values()))
-    one_by_one = Reference(config, weights, adapter)
+    one_by_one = reference_drafter(config, weights, adapter)
     alone = sum((one_by_one.forward(batch.round(index)).logits * probe[index]).sum() for index in range(6))
     for name, ours, expected in zip(adapter, found, torch.autograd.grad(alone, list(adapter.values())), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-4, msg=name)

@@ -12,8 +12,9 @@ from slow_drafter import e4m3
 from tiny import tiny_config
 from torch.nn import functional as F
 
-from d2lib.drafter import kernels, layers
-from d2lib.drafter.rotary import rotary_angles, rotate
+from d2lib.drafter import kernels
+from d2lib.drafter.deepseek import layers
+from d2lib.drafter.deepseek.rotary import rotary_angles, rotate
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -73,12 +74,12 @@ class TestKernels:
 class TestNorm:
     def test_formula(self) -> None:
         x, weight = randn(6, 37), randn(37, seed=1)
-        torch.testing.assert_close(layers.rms_norm(x, weight, 1e-3), F.rms_norm(x, (37,), weight, 1e-3))
+        torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-3), F.rms_norm(x, (37,), weight, 1e-3))
 
     def test_scale_does_not_matter_and_zero_stays_zero(self) -> None:
         x = randn(4, 24)
-        torch.testing.assert_close(layers.rms_norm(x, None, 1e-20), layers.rms_norm(1e-3 * x, None, 1e-20))
-        assert torch.equal(layers.rms_norm(torch.zeros(2, 24), None, 1e-20), torch.zeros(2, 24))
+        torch.testing.assert_close(kernels.rms_norm(x, None, 1e-20), kernels.rms_norm(1e-3 * x, None, 1e-20))
+        assert torch.equal(kernels.rms_norm(torch.zeros(2, 24), None, 1e-20), torch.zeros(2, 24))
 
 
 class TestRotary:

@@ -16,6 +16,8 @@ from test_drafter_weights import V41_FLASH
 from tiny import random_batch, tiny_adapter, tiny_config, tiny_weights
 from torch import Tensor, nn
 
+from d2lib.drafter.deepseek.reference import DeepseekReference
+from d2lib.drafter.family import reference_drafter
 from d2lib.drafter.lora import (
     Adapter,
     adapter_shapes,
@@ -26,7 +28,6 @@ from d2lib.drafter.lora import (
     merge,
     save_adapter,
 )
-from d2lib.drafter.reference import Reference
 from d2lib.errors import Refused
 
 CONFIG = tiny_config()
@@ -112,7 +113,7 @@ def test_a_rank_below_one_is_refused(rank: int) -> None:
         initialize_adapter(CONFIG, rank, seed=23)
 
 
-class ByModules(Reference):
+class ByModules(DeepseekReference):
     """REF whose adapted projections are computed by a tree of modules."""
 
     modules: dict[str, nn.Module]
@@ -161,15 +162,17 @@ def test_peft_agrees() -> None:
 
     tree = ByModules(CONFIG, weights)
     tree.modules = {name: model.base_model.model.get_submodule(name) for name in lora_targets(CONFIG)}
-    active = Reference(CONFIG, weights, adapter)
-    native = Reference(CONFIG, weights)
+    active = reference_drafter(CONFIG, weights, adapter)
+    native = reference_drafter(CONFIG, weights)
     merged = merge(weights, adapter, CONFIG)
     rounds = [random_batch(CONFIG, 4).round(index) for index in range(4)]
     with torch.no_grad():
         for round in rounds:
             ours = active.forward(round).logits
             torch.testing.assert_close(ours, tree.forward(round).logits, rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(ours, Reference(CONFIG, merged).forward(round).logits, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(
+                ours, reference_drafter(CONFIG, merged).forward(round).logits, rtol=1e-3, atol=1e-3
+            )
             assert (ours - native.forward(round).logits).abs().max() > 0.1
 
         plain = model.merge_and_unload()

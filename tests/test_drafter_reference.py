@@ -10,7 +10,8 @@ from slow_drafter import SlowDrafter
 from tiny import random_batch, tiny_adapter, tiny_config, tiny_weights
 
 from d2lib.drafter.batch import Round
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DeepseekConfig
+from d2lib.drafter.family import reference_drafter
 from d2lib.drafter.lora import initialize_adapter
 from d2lib.drafter.reference import Reference, teacher_logits
 from d2lib.errors import Refused
@@ -26,7 +27,7 @@ VARIANTS = {
 }
 
 
-def round_at(config: DrafterConfig, anchor: int, seed: int = 0) -> Round:
+def round_at(config: DeepseekConfig, anchor: int, seed: int = 0) -> Round:
     batch = random_batch(config, 40, seed)
     return batch.round(batch.anchor.tolist().index(anchor))
 
@@ -46,7 +47,7 @@ def furthest(reference: Reference, slow: SlowDrafter, round: Round) -> float:
 def test_reference_is_the_scalar_loop(name: str, adapted: bool) -> None:
     config = VARIANTS[name]
     weights, adapter = tiny_weights(config), tiny_adapter(config) if adapted else None
-    reference, slow = Reference(config, weights, adapter), SlowDrafter(config, weights, adapter)
+    reference, slow = reference_drafter(config, weights, adapter), SlowDrafter(config, weights, adapter)
     batch = random_batch(config, 5, seed=3)
     for index in range(len(batch)):
         round = batch.round(index)
@@ -77,19 +78,21 @@ def test_the_scalar_loop_notices_every_switch(change: dict[str, object]) -> None
     other = tiny_config(**change)
     weights = tiny_weights(other)
     native = {name: weights[name] for name in tiny_weights(config)}
-    assert furthest(Reference(config, native), SlowDrafter(other, weights), round_at(config, 1)) > 20 * TOLERANCE
+    assert (
+        furthest(reference_drafter(config, native), SlowDrafter(other, weights), round_at(config, 1)) > 20 * TOLERANCE
+    )
 
 
 def test_quantization_matters() -> None:
     config = VARIANTS["quantized"]
     weights = tiny_weights(config)
     off = SlowDrafter(config.model_copy(update={"kv_quant": "off"}), weights)
-    assert furthest(Reference(config, weights), off, round_at(config, 1)) > 20 * TOLERANCE
+    assert furthest(reference_drafter(config, weights), off, round_at(config, 1)) > 20 * TOLERANCE
 
 
 def test_drafts_are_the_argmax_of_the_logits_that_they_condition() -> None:
     config = tiny_config(block_size=5)
-    reference = Reference(config, tiny_weights(config), tiny_adapter(config))
+    reference = reference_drafter(config, tiny_weights(config), tiny_adapter(config))
     for index in range(6):
         round = random_batch(config, 6).round(index)
         drafts = reference.draft(round)
@@ -103,20 +106,20 @@ def test_a_tie_goes_to_the_lowest_token() -> None:
     weights = tiny_weights(config)
     weights["head.weight"] = torch.zeros_like(weights["head.weight"])
     weights["mtp.1.markov_head.head.weight"] = torch.zeros_like(weights["mtp.1.markov_head.head.weight"])
-    assert Reference(config, weights).draft(round_at(config, 1)).tolist() == [0, 0, 0]
+    assert reference_drafter(config, weights).draft(round_at(config, 1)).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("k", [0, 4, -1])
 def test_an_impossible_number_of_drafts_is_refused(k: int) -> None:
     config = tiny_config()
     with pytest.raises(Refused, match="1 … 3"):
-        Reference(config, tiny_weights(config)).draft(round_at(config, 1), k)
+        reference_drafter(config, tiny_weights(config)).draft(round_at(config, 1), k)
 
 
 def test_only_relative_positions_count() -> None:
     """Rotary scores depend on differences, and the output is turned back: shifting a sequence changes nothing."""
     config = tiny_config()
-    reference = Reference(config, tiny_weights(config))
+    reference = reference_drafter(config, tiny_weights(config))
     round = random_batch(config, 9).round(8)
     shifted = replace(round, anchor=round.anchor + 5000, positions=round.positions + 5000)
     assert len(round.positions) == config.window
@@ -127,7 +130,7 @@ def test_only_relative_positions_count() -> None:
 
 def test_the_oldest_row_and_the_last_slot_are_seen_by_every_slot() -> None:
     config = tiny_config()
-    reference = Reference(config, tiny_weights(config))
+    reference = reference_drafter(config, tiny_weights(config))
     round = random_batch(config, 9).round(8)
     hidden = reference.forward(round).hidden
     taps = round.taps.clone()
@@ -136,7 +139,7 @@ def test_the_oldest_row_and_the_last_slot_are_seen_by_every_slot() -> None:
     # Only the last slot's token differs; the first slot can tell through attention alone.
     weights = tiny_weights(config)
     narrow = tiny_config(block_size=2)
-    fewer = Reference(narrow, weights).forward(replace(round, previous=round.previous[:2])).hidden
+    fewer = reference_drafter(narrow, weights).forward(replace(round, previous=round.previous[:2])).hidden
     assert (fewer - hidden[:2]).abs().amax(-1).min() > 1e-4
 
 
@@ -145,7 +148,10 @@ def test_a_zero_b_leaves_every_bit() -> None:
     weights, adapter = tiny_weights(config), initialize_adapter(config, 3, seed=23)
     for index in range(4):
         round = random_batch(config, 4).round(index)
-        native, adapted = Reference(config, weights).forward(round), Reference(config, weights, adapter).forward(round)
+        native, adapted = (
+            reference_drafter(config, weights).forward(round),
+            reference_drafter(config, weights, adapter).forward(round),
+        )
         assert torch.equal(native.hidden, adapted.hidden)
         assert torch.equal(native.logits, adapted.logits)
         assert torch.equal(native.confidence, adapted.confidence)
@@ -159,7 +165,7 @@ def test_padding_is_not_an_attended_row() -> None:
     round = round_at(wide, 0)
     assert len(round.positions) == 0
     torch.testing.assert_close(
-        Reference(config, weights).forward(round).hidden, Reference(wide, weights).forward(round).hidden
+        reference_drafter(config, weights).forward(round).hidden, reference_drafter(wide, weights).forward(round).hidden
     )
 
 
@@ -176,7 +182,7 @@ def test_gradients_are_the_slope() -> None:
 
     def value(step: float | torch.Tensor) -> torch.Tensor:
         moved = {name: moving[name] + step * direction[name] for name in moving}
-        reference = Reference(
+        reference = reference_drafter(
             config,
             weights | {n: t for n, t in moved.items() if n in weights},
             adapter | {n: t for n, t in moved.items() if n in adapter},
@@ -202,6 +208,6 @@ def test_a_bad_drafter_is_refused_before_it_computes() -> None:
     config = tiny_config()
     weights, adapter = tiny_weights(config), tiny_adapter(config)
     with pytest.raises(Refused, match=r"mtp\.1\.attn\.wkv\.weight"):
-        Reference(config, {n: t for n, t in weights.items() if n != "mtp.1.attn.wkv.weight"})
+        reference_drafter(config, {n: t for n, t in weights.items() if n != "mtp.1.attn.wkv.weight"})
     with pytest.raises(Refused, match=r"mtp\.1\.attn\.wkv\.lora_B"):
-        Reference(config, weights, {n: t for n, t in adapter.items() if n != "mtp.1.attn.wkv.lora_B"})
+        reference_drafter(config, weights, {n: t for n, t in adapter.items() if n != "mtp.1.attn.wkv.lora_B"})

@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import save_file
 from tiny import random_batch, tiny_config, tiny_weights
 
-from d2lib.drafter.config import DrafterConfig
-from d2lib.drafter.layers import mixes
-from d2lib.drafter.reference import Reference
+from d2lib.drafter.deepseek.config import DeepseekConfig
+from d2lib.drafter.deepseek.layers import mixes
+from d2lib.drafter.family import reference_drafter
 from d2lib.drafter.weights import Weights, expected_shapes, initialize, load_weights, save_weights
 from d2lib.errors import Refused
 
-V41_FLASH = DrafterConfig(
+V41_FLASH = DeepseekConfig(
     dim=5120,
     vocab_size=129280,
     n_stages=3,
@@ -154,7 +154,7 @@ def test_initialization(form: str) -> None:
     assert mix.pre.mean() == pytest.approx(0.25, abs=0.05)
     assert mix.post.mean() == pytest.approx(1.0, abs=0.1)
     assert mix.comb.diagonal(dim1=1, dim2=2).min() > 0.9
-    output = Reference(config, weights).forward(random_batch(config, 3).round(2))
+    output = reference_drafter(config, weights).forward(random_batch(config, 3).round(2))
     assert bool(torch.isfinite(output.logits).all())
     assert 0.1 < output.hidden.std() < 10
     assert not output.confidence.any()

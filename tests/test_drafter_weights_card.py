@@ -15,8 +15,8 @@ from test_drafter_weights import V41_FLASH
 from tiny import tiny_config, tiny_weights
 
 from d2lib.cli import main
-from d2lib.drafter.release import FORMS, INDEX, Form, scale_name, scale_shape, stored_name
-from d2lib.drafter.release_config import read_config
+from d2lib.drafter.deepseek.release import FORMS, INDEX, Form, scale_name, scale_shape, stored_name
+from d2lib.drafter.deepseek.release_config import read_config
 from d2lib.drafter.weights import expected_shapes, save_weights
 from d2lib.drafter.weights_card import inspect_weights, read_header
 from d2lib.errors import Refused

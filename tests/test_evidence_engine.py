@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner
 from evidence_case import make_receipt, write_notebook
 
+from d2lib.chain import read_parameters
 from d2lib.errors import ExitStatus
 from d2lib.evidence import engine
 from d2lib.evidence.ledger import locked, read_ledger
@@ -201,7 +202,12 @@ def test_the_library_or_the_source_changing_while_a_phase_runs_fails_it(workplac
         (["-p", "pilot", "7e1234567"], "the parameter pilot is not a plain value"),
         (["-p", "pilot", "007"], "the parameter pilot is wrong; expected: Input should be a valid string; found: 7"),
         (["-y", "inputs: null"], "the parameter inputs is wrong"),
-        (["-y", "inputs: {rate: .nan}"], "the parameter inputs is not a plain value"),
+        (["-y", "inputs: {rate: .nan}"], "a YAML number is not finite; expected: a finite number; found: .nan"),
+        (["-y", "inputs: {}\ninputs: {a: 2}"], "a YAML key stands twice; found: inputs; where: -y, line 1"),
+        (["-y", "inputs: &x {}\npilot: *x"], "an anchor in YAML is not allowed"),
+        (["-y", "[[pilot, b]]"], "parameters are not a mapping"),
+        (["-f", "twice.yaml"], "a YAML key stands twice; found: pilot"),
+        (["-b", "cGlsb3Q6IGEKcGlsb3Q6IGIK"], "a YAML key stands twice; found: pilot; where: -b, line 1"),
         (["-r", "run", "elsewhere/demo"], "the parameter run and the output disagree"),
     ],
 )
@@ -210,6 +216,7 @@ def test_parameters_that_papermill_would_let_pass_are_refused_with_a_receipt(
 ) -> None:
     refuse_kernels(monkeypatch)
     write_notebook(Path("notebooks/cost_sheet.ipynb"), "cost_sheet", ["phase.record({})"])
+    Path("twice.yaml").write_text("assembly: a\npilot: b\npilot: c\n")
     base = ["-r", "run", "runs/demo", "-y", "inputs: {a: 1}"]
     code, err = papermill(
         "notebooks/cost_sheet.ipynb", "runs/demo/cost_sheet/attempt-1/receipt.ipynb", *base, *arguments
@@ -220,6 +227,29 @@ def test_parameters_that_papermill_would_let_pass_are_refused_with_a_receipt(
     assert (made.status, made.cells.ran) == ("refused", 0)
     assert words in str(made.message)
     assert verify(Path("runs/demo")).holds
+
+
+def test_papermill_and_the_short_form_come_to_the_same_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_kernels(monkeypatch)
+    write_notebook(Path("notebooks/cost_sheet.ipynb"), "cost_sheet", ["phase.record({})"])
+    text = "run: runs/demo\ninputs: {rate: 1e-3, word: no, count: 012, day: 2026-01-01}\ncolour: blue\n"
+    Path("cost.yaml").write_text(text)
+    papermill("notebooks/cost_sheet.ipynb", "runs/demo/cost_sheet/attempt-1/receipt.ipynb", "-f", "cost.yaml")
+    start(["phase.record({})"], parameters=read_parameters(Path("cost.yaml")), attempt=2)
+    one, other = receipt(), receipt(attempt=2)
+    assert one.parameters == other.parameters
+    assert one.parameters["inputs"] == {"rate": 0.001, "word": "no", "count": "012", "day": "2026-01-01"}
+    assert one.message == other.message
+
+
+def test_a_parameter_on_the_command_line_wins_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_kernels(monkeypatch)
+    write_notebook(Path("notebooks/cost_sheet.ipynb"), "cost_sheet", ["phase.record({})"])
+    Path("cost.yaml").write_text("run: elsewhere/demo\ninputs: {}\ncolour: blue\npilot: a\n")
+    more = ["-f", "cost.yaml", "-y", "pilot: b", "-p", "assembly", "1.5", "-r", "run", "runs/demo"]
+    papermill("notebooks/cost_sheet.ipynb", "runs/demo/cost_sheet/attempt-1/receipt.ipynb", *more)
+    shown = {"run": "runs/demo", "inputs": {}, "colour": "blue", "pilot": "b", "assembly": 1.5}
+    assert receipt().parameters == shown
 
 
 def test_a_missing_parameter_is_refused_although_the_notebook_has_a_default(monkeypatch: pytest.MonkeyPatch) -> None:

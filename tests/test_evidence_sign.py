@@ -359,7 +359,7 @@ def test_what_admission_asks_of_signatures(run: Path, other: tuple[Path, PublicK
         (f"  finish: {{keys: [{KEYID}], who: me}}\n", "malformed"),
         (f"  finish: {{keys: [{KEYID}]}}\n  finish: {{keys: [{KEYID}]}}\n", "twice"),
         ("  - finish\n", "malformed"),
-        ("  {", "cannot be read"),
+        ("  {", "not valid YAML"),
     ],
 )
 def test_a_policy_that_is_not_exactly_one_is_refused(tmp_path: Path, phases: str, words: str) -> None:

@@ -17,9 +17,10 @@ from safetensors import safe_open
 from test_drafter_lora import ByModules, module_tree
 from tiny import random_batch
 
+from d2lib import files
 from d2lib.cli import main
+from d2lib.drafter.family import reference_drafter
 from d2lib.drafter.lora import lora_targets, merge
-from d2lib.drafter.reference import Reference
 from d2lib.drafter.weights import read_tensors
 from d2lib.errors import Refused, Unexpected
 from d2lib.evidence.ledger import genesis, make_line, read_ledger
@@ -61,7 +62,7 @@ def test_peft_reads_the_folder_and_computes_what_we_compute(passed: Path, tmp_pa
     merged = merge(WEIGHTS, ADAPTER, CONFIG)
     tree = ByModules(CONFIG, WEIGHTS)
     tree.modules = {name: model.base_model.model.get_submodule(name) for name in lora_targets(CONFIG)}
-    active, plain = Reference(CONFIG, WEIGHTS, ADAPTER), Reference(CONFIG, merged)
+    active, plain = reference_drafter(CONFIG, WEIGHTS, ADAPTER), reference_drafter(CONFIG, merged)
     with torch.no_grad():
         for name, module in tree.modules.items():
             x = torch.randn(4, WEIGHTS[f"{name}.weight"].shape[1])
@@ -82,7 +83,7 @@ def test_the_merged_file_holds_the_projections_and_nothing_else(passed: Path, tm
     assert set(tensors) == {f"{name}.weight" for name in lora_targets(CONFIG)}
     assert not {"embed.weight", "head.weight"} & set(tensors)
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
-    active, plain = Reference(CONFIG, WEIGHTS, ADAPTER), Reference(CONFIG, {**WEIGHTS, **tensors})
+    active, plain = reference_drafter(CONFIG, WEIGHTS, ADAPTER), reference_drafter(CONFIG, {**WEIGHTS, **tensors})
     round = random_batch(CONFIG, 4).round(3)
     with torch.no_grad():
         torch.testing.assert_close(plain.forward(round).logits, active.forward(round).logits, rtol=1e-3, atol=1e-3)
@@ -293,7 +294,8 @@ def test_a_full_disk_leaves_nothing(passed: Path, tmp_path: Path, monkeypatch: p
         written.append(path.name)
         return real(path, data)
 
-    monkeypatch.setattr(write, "write_exclusive", fills)
+    for module in (write, files):
+        monkeypatch.setattr(module, "write_exclusive", fills)
     for to in ("a", "b.safetensors"):
         with pytest.raises(Unexpected, match="No space left"):
             (export_adapter if to == "a" else merge_adapter)(passed, tmp_path / to)

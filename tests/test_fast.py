@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from d2lib.drafter.batch import BlockBatch
-from d2lib.drafter.config import DrafterConfig
-from d2lib.drafter.fast import FastDrafter
+from d2lib.drafter.deepseek.config import DeepseekConfig
+from d2lib.drafter.family import fast_drafter, reference_drafter
 from d2lib.drafter.head_loss import fused_head_loss
 from d2lib.drafter.objectives import OBJECTIVES, Objective, SlotStatistics, deepspec_mixture
 from d2lib.drafter.reference import Reference, teacher_logits
@@ -79,8 +79,8 @@ def test_losses_and_adapter_gradients_are_the_references(name: str, form: dict[s
     config = tiny_config(**form)
     weights, batch = tiny_weights(config, 1), random_batch(config, 9, seed=2)
     adapter = leaves_of(tiny_adapter(config))
-    slow = reference_loss(Reference(config, weights, adapter), batch, ALL[name])
-    fast = FastDrafter(config, weights, adapter).loss(batch, ALL[name])
+    slow = reference_loss(reference_drafter(config, weights, adapter), batch, ALL[name])
+    fast = fast_drafter(config, weights, adapter).loss(batch, ALL[name])
     assert relative(fast.loss.detach(), slow.detach()) <= TOLERANCE
     assert relative(gradients(fast.loss, adapter), gradients(slow, adapter)) <= TOLERANCE
 
@@ -89,7 +89,7 @@ def test_losses_and_adapter_gradients_are_the_references(name: str, form: dict[s
 def test_logits_confidence_and_weight_gradients_are_the_references(form: dict[str, object]) -> None:
     config = tiny_config(**form)
     weights, batch = leaves_of(tiny_weights(config, 3)), random_batch(config, 7, seed=4)
-    fast, slow = FastDrafter(config, weights), Reference(config, weights)
+    fast, slow = fast_drafter(config, weights), reference_drafter(config, weights)
     hidden = fast.hidden(batch)
     outputs = [slow.forward(batch.round(i)) for i in range(len(batch))]
     logits, confidence = fast.logits(hidden, batch), fast.confidence(hidden, batch.previous)
@@ -109,8 +109,10 @@ def test_a_shifted_input_is_noticed(change: str) -> None:
         "position": replace(batch, positions=batch.positions + 1),
         "anchor": replace(batch, anchor=batch.anchor + 1),
     }[change]
-    fast = FastDrafter(config, weights)
-    expected = torch.stack([Reference(config, weights).forward(batch.round(i)).logits for i in range(len(batch))])
+    fast = fast_drafter(config, weights)
+    expected = torch.stack(
+        [reference_drafter(config, weights).forward(batch.round(i)).logits for i in range(len(batch))]
+    )
     assert relative(fast.logits(fast.hidden(wrong), wrong), expected) > 100 * TOLERANCE
 
 
@@ -199,10 +201,10 @@ def test_the_head_never_holds_all_logits() -> None:
 
 
 def test_masked_slots_hold_anything() -> None:
-    config: DrafterConfig = tiny_config()
+    config: DeepseekConfig = tiny_config()
     weights, batch = tiny_weights(config, 1), random_batch(config, 6, seed=5)
     valid = torch.arange(config.block_size) < torch.tensor([[1], [2], [3], [config.block_size], [1], [2]])
     batch = replace(batch, valid=valid)
     other = replace(batch, target=torch.where(valid, batch.target, 0))
-    drafter = FastDrafter(config, weights)
+    drafter = fast_drafter(config, weights)
     assert torch.equal(drafter.loss(batch, ALL["ACE"]).loss, drafter.loss(other, ALL["ACE"]).loss)

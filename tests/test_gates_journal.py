@@ -22,7 +22,7 @@ import d2lib.files
 from d2lib.errors import Refused
 from d2lib.files import canonical_json, write_json
 from d2lib.gates.g2 import build_part
-from d2lib.gates.journal import Contract, Journal, differing
+from d2lib.gates.journal import Contract, Journal
 
 SPLIT = "heldout_general"
 CONTRACT = contract(SPLIT)
@@ -296,16 +296,3 @@ def test_a_request_is_never_overwritten_and_must_belong(tmp_path: Path) -> None:
         with pytest.raises(Refused, match="rounds"):
             journal.add(scored(names(SPLIT)[1], 1, rounds=3))
         assert journal.pending == names(SPLIT)[1:]
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "fields"),
-    [
-        ({"a": 1}, {"a": 1}, []),
-        ({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": 1}, ["a.c", "d"]),
-        ([1], [2], ["(all)"]),
-        ({"a": {"b": 1}}, {"a": 1}, ["a"]),
-    ],
-)
-def test_differing_names_fields(first: Any, second: Any, fields: list[str]) -> None:
-    assert list(differing(first, second)) == fields

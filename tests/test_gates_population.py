@@ -14,7 +14,7 @@ from d2lib.data.k2 import K2File, K2Header, K2Round, leading_matches, write_k2
 from d2lib.data.manifest import FileEntry, Manifest, SequenceEntry
 from d2lib.data.sample import frozen_sample
 from d2lib.data.sidecar import TOP, write_sidecar
-from d2lib.drafter.reference import Reference
+from d2lib.drafter.family import reference_drafter
 from d2lib.errors import Refused
 from d2lib.files import sha256_file
 from d2lib.gates.g2 import build_part
@@ -23,7 +23,10 @@ from d2lib.gates.scoring import Scorer, score_population, score_sample
 
 CONFIG = tiny_config(n_stages=1, head_dim=16, q_lora_rank=16, o_lora_rank=8, moe_inter_dim=24)
 WEIGHTS = tiny_weights(CONFIG)
-ARMS = {"baseline": Reference(CONFIG, WEIGHTS), "candidate": Reference(CONFIG, WEIGHTS, tiny_adapter(CONFIG, rank=8))}
+ARMS = {
+    "baseline": reference_drafter(CONFIG, WEIGHTS),
+    "candidate": reference_drafter(CONFIG, WEIGHTS, tiny_adapter(CONFIG, rank=8)),
+}
 GEN_START = 8
 SPLIT = "heldout_general"
 

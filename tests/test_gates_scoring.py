@@ -17,6 +17,7 @@ from tiny import random_batch, tiny_adapter, tiny_config, tiny_weights
 
 from d2lib.drafter.batch import BlockBatch
 from d2lib.drafter.batched import select_rounds
+from d2lib.drafter.family import reference_drafter
 from d2lib.drafter.reference import Reference
 from d2lib.errors import Interrupted, Refused
 from d2lib.files import canonical_json
@@ -29,7 +30,10 @@ from d2lib.gates.scoring import Scorer, log_softmax, measure, score_population, 
 CONFIG = tiny_config(n_stages=1, head_dim=16, q_lora_rank=16, o_lora_rank=8, moe_inter_dim=24)
 K, V = CONFIG.block_size, CONFIG.vocab_size
 WEIGHTS = tiny_weights(CONFIG)
-ARMS = {"baseline": Reference(CONFIG, WEIGHTS), "candidate": Reference(CONFIG, WEIGHTS, tiny_adapter(CONFIG, rank=8))}
+ARMS = {
+    "baseline": reference_drafter(CONFIG, WEIGHTS),
+    "candidate": reference_drafter(CONFIG, WEIGHTS, tiny_adapter(CONFIG, rank=8)),
+}
 
 
 class Rounds:
@@ -121,7 +125,7 @@ def test_lowest_index_wins_a_tie() -> None:
     weights["head.weight"][:] *= 1e-3
     weights["head.weight"][[7, 31]] = WEIGHTS["head.weight"][7] * 50
     batch = random_batch(CONFIG, 40, seed=3, rows=60)
-    logits = Reference(CONFIG, weights).forward(batch.round(5)).logits
+    logits = reference_drafter(CONFIG, weights).forward(batch.round(5)).logits
     assert torch.equal(logits[:, 7], logits[:, 31])
     top = logits.argmax(-1)
     slots = (logits.amax(-1) == logits[:, 7]).nonzero().flatten()
@@ -231,9 +235,9 @@ def test_a_divergence_that_is_not_finite_is_refused(value: float) -> None:
 @pytest.mark.parametrize("other", ["head", "configuration"])
 def test_drafters_of_another_target_are_refused(other: str) -> None:
     if other == "head":
-        odd = Reference(CONFIG, {**WEIGHTS, "head.weight": WEIGHTS["head.weight"] + 1e-3})
+        odd = reference_drafter(CONFIG, {**WEIGHTS, "head.weight": WEIGHTS["head.weight"] + 1e-3})
     else:
-        odd = Reference(CONFIG.model_copy(update={"rope_theta": 9999.0}), WEIGHTS)
+        odd = reference_drafter(CONFIG.model_copy(update={"rope_theta": 9999.0}), WEIGHTS)
     with pytest.raises(Refused, match="share"):
         Scorer({"baseline": ARMS["baseline"], "candidate": odd}, PROBE)
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from d2lib.data.assembly import SCORED, Assembly
 from d2lib.drafter.batched import BatchedReference
+from d2lib.drafter.family import fast_drafter
 from d2lib.errors import Interrupted, Refused
 from d2lib.files import sha256_file, write_json
 from d2lib.gates.parity import compare_drafts
@@ -233,9 +234,9 @@ def test_the_live_loop_drafts_what_the_reference_drafts(form: str, tmp_path: Pat
     ]
     decode_live(config, weights, streams)
     from d2lib.drafter.batch import Round
-    from d2lib.drafter.reference import Reference
+    from d2lib.drafter.family import reference_drafter
 
-    reference, compared = Reference(config, weights), 0
+    reference, compared = reference_drafter(config, weights), 0
     for stream in streams:
         tokens = torch.tensor(stream.tokens)
         anchor = 12
@@ -406,11 +407,10 @@ def test_parity_notices_another_drafter(captured: Path) -> None:
 
 
 def test_the_native_loss_is_the_mixture_and_the_confidences(captured: Path) -> None:
-    from d2lib.drafter.fast import FastDrafter
 
     assembly = Assembly(captured)
     batch = assembly.blocks("train").batch(torch.tensor([0, 5, 60]))
-    drafter = FastDrafter(assembly.config, assembly.weights)
+    drafter = fast_drafter(assembly.config, assembly.weights)
     hidden = drafter.hidden(batch)
     logits, total, valid = drafter.logits(hidden, batch), 0.0, int(batch.valid.sum())
     confidences = drafter.confidence(hidden, batch.previous)

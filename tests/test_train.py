@@ -123,14 +123,14 @@ def test_ref_and_fast_arms_take_the_same_steps(tmp_path: Path) -> None:
 
 
 def test_one_update_is_torchs_adamw(tmp_path: Path) -> None:
-    from d2lib.drafter.fast import FastDrafter
+    from d2lib.drafter.family import fast_drafter
     from d2lib.drafter.objectives import OBJECTIVES
 
     result = run(tmp_path, to_qualify("TVD", 1e-2, 1), limit_updates=1)
     leaves = {k: v.requires_grad_() for k, v in initialize_adapter(CONFIG, 32, 23).items()}
     oracle = torch.optim.AdamW(leaves.values(), lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
     batch = DATA.batch(DATA.epoch_order(23, 0)[:128])
-    FastDrafter(CONFIG, WEIGHTS, leaves).loss(batch, OBJECTIVES["TVD"]).loss.backward()
+    fast_drafter(CONFIG, WEIGHTS, leaves).loss(batch, OBJECTIVES["TVD"]).loss.backward()
     torch.nn.utils.clip_grad_norm_(leaves.values(), 1.0)
     oracle.step()
     assert all(torch.equal(result.adapter[k], leaves[k].detach()) for k in leaves)

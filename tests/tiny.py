@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from d2lib.drafter.batch import BlockBatch
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DeepseekConfig
 from d2lib.drafter.lora import Adapter, initialize_adapter
 from d2lib.drafter.weights import Weights, expected_shapes
 
 
-def tiny_config(**overrides: Any) -> DrafterConfig:
+def tiny_config(**overrides: Any) -> DeepseekConfig:
     """Two stages, window 7, K = 3. Sizes differ so that a transposed axis shows; epsilons are large, to show too."""
     fields: dict[str, Any] = {
         "dim": 24,
@@ -39,10 +39,10 @@ def tiny_config(**overrides: Any) -> DrafterConfig:
         "norm_eps": 1e-3,
         "markov_rank": 8,
     }
-    return DrafterConfig(**(fields | overrides))
+    return DeepseekConfig(**(fields | overrides))
 
 
-def tiny_weights(config: DrafterConfig, seed: int = 0) -> Weights:
+def tiny_weights(config: DeepseekConfig, seed: int = 0) -> Weights:
     """Random weights: linear of variance 1/in, norms around one, and non-zero sinks, biases and mixes."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -63,7 +63,7 @@ def tiny_weights(config: DrafterConfig, seed: int = 0) -> Weights:
     return {name: draw(name, shape) for name, shape in expected_shapes(config).items()}
 
 
-def tiny_adapter(config: DrafterConfig, rank: int = 3, seed: int = 23) -> Adapter:
+def tiny_adapter(config: DeepseekConfig, rank: int = 3, seed: int = 23) -> Adapter:
     """An adapter away from its start: B is random too."""
     adapter = initialize_adapter(config, rank, seed)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -73,7 +73,7 @@ def tiny_adapter(config: DrafterConfig, rank: int = 3, seed: int = 23) -> Adapte
     return adapter
 
 
-def random_batch(config: DrafterConfig, blocks: int, seed: int = 0, *, rows: int | None = None) -> BlockBatch:
+def random_batch(config: DeepseekConfig, blocks: int, seed: int = 0, *, rows: int | None = None) -> BlockBatch:
     """Rounds on one random sequence of `rows` rows, anchors anywhere: short contexts and masked tails included.
 
     The first anchors are 0 (no context), 1, and the last possible one (a single valid target), as far as `blocks`

@@ -18,6 +18,7 @@ from d2lib.data.check import thousands
 from d2lib.data.sample import SAMPLED
 from d2lib.drafter.batch import Round
 from d2lib.drafter.batched import BatchedReference
+from d2lib.drafter.family import reference_drafter
 from d2lib.drafter.reference import Reference
 from d2lib.errors import Refused
 from d2lib.files import sha256_file
@@ -113,8 +114,8 @@ def check_rescored(case: Case) -> str:
     drawn = case.draw("scores", scored, case.inputs.rescored_rounds)
     if not drawn:
         return "none scored again"
-    arms = {"baseline": Reference(case.config, case.assembly.weights)}
-    arms |= {arm: Reference(case.config, case.assembly.weights, case.adapter(arm)) for arm in ARM_NAMES}
+    arms = {"baseline": reference_drafter(case.config, case.assembly.weights)}
+    arms |= {arm: reference_drafter(case.config, case.assembly.weights, case.adapter(arm)) for arm in ARM_NAMES}
     scorer: Scorer | None = None
     ties = 0
     for split in SAMPLED:

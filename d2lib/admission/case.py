@@ -20,6 +20,7 @@ from d2lib.data.k2 import K2File
 from d2lib.data.manifest import Manifest, Split
 from d2lib.data.sample import SAMPLED, FrozenSample, Population, frozen_sample
 from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.family import family_of
 from d2lib.drafter.lora import Adapter, load_adapter
 from d2lib.errors import Refused
 from d2lib.files import Hashed, inside, read_json, sha256_file
@@ -155,7 +156,7 @@ class Case:
         path = self.assembly.native
         try:
             with safe_open(path, framework="pt") as stored:
-                return cast(torch.Tensor, stored.get_tensor("head.weight")).float()
+                return cast(torch.Tensor, stored.get_tensor(family_of(self.config).head)).float()
         except (SafetensorError, OSError) as error:
             raise Refused("the LM head cannot be read", found=str(error), where=path) from None
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from d2lib.data.check import CheckRow
-from d2lib.data.manifest import SPLITS, Digest, Split, refused_field
+from d2lib.data.manifest import SPLITS, Digest, Split
 from d2lib.data.sample import FrozenSample
 from d2lib.files import Hashed, Record, read_json, write_json
 from d2lib.gates.journal import ScoredSplit
@@ -176,10 +176,7 @@ def load_record(kind: type[Kind], path: Path) -> Kind:
 
 def parse_record(kind: type[Kind], value: Any, where: object) -> Kind:
     """A record from plain data; raises Refused that names the field which is wrong."""
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        raise refused_field(f"not a {kind.__name__}", error, where) from None
+    return kind.parse(value, where, message=f"not a {kind.__name__}")
 
 
 def write_record(path: Path, record: Record) -> Hashed:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from d2lib.drafter.batch import BlockBatch
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DeepseekConfig
 from d2lib.drafter.lora import Adapter, initialize_adapter
 from d2lib.drafter.weights import Weights, expected_shapes
 
 
-def drafter_config(**overrides: Any) -> DrafterConfig:
+def drafter_config(**overrides: Any) -> DeepseekConfig:
     """Window 128, five slots, three stages as in production; dim 256 so that two CPU cores can run the reference."""
     fields: dict[str, Any] = {
         "dim": 256,
@@ -36,10 +36,10 @@ def drafter_config(**overrides: Any) -> DrafterConfig:
         "hc_sinkhorn_iters": 20,
         "markov_rank": 32,
     }
-    return DrafterConfig(**(fields | overrides))
+    return DeepseekConfig(**(fields | overrides))
 
 
-def random_weights(config: DrafterConfig, seed: int = 23) -> Weights:
+def random_weights(config: DeepseekConfig, seed: int = 23) -> Weights:
     """Random tensors that keep activations near one: linear maps of variance 1/in, norms of one, mixes near rest."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -52,7 +52,7 @@ def random_weights(config: DrafterConfig, seed: int = 23) -> Weights:
     return {name: draw(name, shape) for name, shape in expected_shapes(config).items()}
 
 
-def random_adapter(config: DrafterConfig, rank: int = 8, seed: int = 23) -> Adapter:
+def random_adapter(config: DeepseekConfig, rank: int = 8, seed: int = 23) -> Adapter:
     """An adapter away from its start, so that every gradient is at work; its tensors ask for one."""
     generator = torch.Generator().manual_seed(seed)
     adapter = initialize_adapter(config, rank, seed)
@@ -63,7 +63,7 @@ def random_adapter(config: DrafterConfig, rank: int = 8, seed: int = 23) -> Adap
 
 
 def random_blocks(
-    config: DrafterConfig, blocks: int, *, stretch: int = 1, rows: int = 8192, seed: int = 23
+    config: DeepseekConfig, blocks: int, *, stretch: int = 1, rows: int = 8192, seed: int = 23
 ) -> BlockBatch:
     """Blocks on one random sequence, in stretches of neighbouring anchors.
 

@@ -13,7 +13,8 @@ from d2lib.benchmark.cases import drafter_config, random_adapter, random_blocks,
 from d2lib.benchmark.measure import CPU, Place, Row, medians
 from d2lib.drafter.batch import BlockBatch
 from d2lib.drafter.batched import BatchedReference, self_check
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DeepseekConfig
+from d2lib.drafter.family import fast_drafter, reference_drafter
 from d2lib.drafter.fast import FastDrafter
 from d2lib.drafter.lora import Adapter
 from d2lib.drafter.objectives import OBJECTIVES
@@ -41,7 +42,7 @@ def reference_update(reference: Reference, batch: BlockBatch, objective: str, ro
     for index in range(len(batch)) if rounds is None else rounds:
         block = batch.round(index)
         valid = block.valid.unsqueeze(0)
-        teacher = teacher_logits(reference.weights["head.weight"], block.teacher_hidden.float())
+        teacher = teacher_logits(reference.head, block.teacher_hidden.float())
         statistics = slot_statistics(
             reference.forward(block).logits.unsqueeze(0), teacher.unsqueeze(0), block.target.unsqueeze(0)
         )
@@ -51,11 +52,11 @@ def reference_update(reference: Reference, batch: BlockBatch, objective: str, ro
     return total
 
 
-def _drafters(config: DrafterConfig, place: Place) -> tuple[Reference, FastDrafter, Adapter]:
+def _drafters(config: DeepseekConfig, place: Place) -> tuple[Reference, FastDrafter, Adapter]:
     """Both drafters of one adapter, which asks for gradients."""
     weights = {name: tensor.to(place.device) for name, tensor in random_weights(config).items()}
     adapter = {n: t.detach().to(place.device).requires_grad_() for n, t in random_adapter(config).items()}
-    return Reference(config, weights, adapter), FastDrafter(config, weights, adapter, place.dtype), adapter
+    return reference_drafter(config, weights, adapter), fast_drafter(config, weights, adapter, place.dtype), adapter
 
 
 def measure_update(*, blocks: int, repeats: int, place: Place = CPU, **sizes: Any) -> list[Row]:
@@ -130,7 +131,7 @@ def measure_scoring(*, rounds: int, literal: int, repeats: int, place: Place = C
     """
     config = drafter_config(**sizes)
     weights = {name: tensor.to(place.device) for name, tensor in random_weights(config).items()}
-    batched, reference = BatchedReference(config, weights), Reference(config, weights)
+    batched, reference = BatchedReference(config, weights), reference_drafter(config, weights)
     batch = random_blocks(config, rounds, stretch=min(50, rounds)).to(place.device)
 
     def one_by_one(count: int) -> list[tuple[Tensor, Tensor]]:
@@ -187,5 +188,5 @@ def slope(points: list[tuple[float, float]]) -> float:
     return math.log(y2 / y1) / math.log(x2 / x1)
 
 
-def _sizes(config: DrafterConfig) -> str:
+def _sizes(config: DeepseekConfig) -> str:
     return f"window {config.window}, {config.n_stages} stages, dim {config.dim}, V {config.vocab_size:,}"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from d2lib.errors import Refused
 from d2lib.files import Record
+from d2lib.strict import read_json
 
 
 class Cards(Protocol):
@@ -104,10 +105,9 @@ class RecordedCards:
         self._path = path
 
     def _read(self) -> dict[str, RecordedCard]:
-        try:
-            return Recording.model_validate_json(self._path.read_bytes()).cards
-        except (OSError, ValidationError) as error:
-            raise Refused("the recorded cards cannot be read", found=str(error)[:200], where=self._path) from None
+        return Recording.parse(
+            read_json(self._path, what="the recorded cards"), self._path, message="the recorded cards cannot be read"
+        ).cards
 
     def uuids(self) -> list[str]:
         """Every recorded card."""

@@ -6,13 +6,12 @@ import os
 from pathlib import Path
 from typing import Literal, Self
 
-import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from d2lib.admission.drawn import RESCORED_ROUNDS
 from d2lib.admission.records import PilotDemands
-from d2lib.errors import Refused
 from d2lib.files import Record
+from d2lib.strict import read_yaml
 
 Job = Literal["full-fast", "g2-dev", "g2-legal", "g2-general", "g2-finish"]
 ANY_HOST = "localhost"
@@ -122,23 +121,4 @@ def load_profile(path: Path) -> Profile:
     Raises:
         Refused: it cannot be read, a key is unknown or missing, or a value is of another kind.
     """
-    try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Refused(
-            "the profile cannot be read",
-            expected="a YAML file",
-            found=error.strerror,
-            where=path,
-            remedy="give --profile params/NAME/coordinator.yaml",
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise Refused("the profile is not YAML", found=" ".join(str(error).split())[:200], where=path) from None
-    try:
-        return Profile.model_validate(value)
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        name = ".".join(str(part) for part in problem["loc"]) or "the profile"
-        raise Refused(
-            f"the profile's {name} is wrong", expected=problem["msg"], found=repr(problem["input"])[:200], where=path
-        ) from None
+    return Profile.parse(read_yaml(path, what="the profile"), path, message="the profile is wrong")

@@ -46,6 +46,7 @@ from d2lib.files import (
     write_exclusive,
     write_json,
 )
+from d2lib.strict import differences
 from d2lib.train.pins import read_pins, source_commit
 from d2lib.train.recipe import from_receipt
 
@@ -226,12 +227,11 @@ def check_admitted_again(plan: Plan, staged: Any) -> None:
     check_output(plan.paths.output, found[1], made)
     now = read_json(plan.paths.output / made)
     for name in ("recipe", "identities"):
-        difference = first_difference(staged.get(name), now.get(name), name)
-        if difference is not None:
+        for field, before, after in differences(staged.get(name), now.get(name), name):
             raise Refused(
-                f"the newest admission lets in another {difference[0]}",
-                expected=difference[1],
-                found=difference[2],
+                f"the newest admission lets in another {field}",
+                expected=before,
+                found=after,
                 where=plan.paths.output / made,
                 remedy="another admission is another run: stage it with a snapshot and output of its own",
             )
@@ -243,7 +243,7 @@ def check_contract(plan: Plan, staged: Any) -> None:
     Raises:
         Refused: with the path of the field that differs, and both values.
     """
-    difference = first_difference(staged, parse_json(canonical_json(plan.contract())))
+    difference = next(differences(staged, parse_json(canonical_json(plan.contract()))), None)
     if difference is not None:
         field, before, now = difference
         raise Refused(
@@ -257,23 +257,6 @@ def check_contract(plan: Plan, staged: Any) -> None:
         path = plan.paths.snapshot / name
         if str(sha256_file(path)) != str(sha256_bytes(text.encode())):
             raise Refused("a staged parameter file differs", found=name, where=path)
-
-
-def first_difference(before: Any, now: Any, field: str = "") -> tuple[str, Any, Any] | None:
-    """(path, before, now) of the first difference of two JSON values, in the order of keys, or None."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in sorted(before.keys() | now.keys()):
-            if (
-                found := first_difference(before.get(key), now.get(key), f"{field}.{key}" if field else key)
-            ) is not None:
-                return found
-        return None
-    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        for number, (one, other) in enumerate(zip(before, now, strict=True)):
-            if (found := first_difference(one, other, f"{field}[{number}]")) is not None:
-                return found
-        return None
-    return None if type(before) is type(now) and before == now else (field, before, now)
 
 
 def _check_staged_files(tree: Tree, staged: dict[str, Any], plan: Plan) -> None:

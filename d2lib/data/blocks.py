@@ -57,7 +57,7 @@ class D2Blocks:
         manifest: the dataset's.
         folder: the folder that its paths are relative to.
         split: which split.
-        config: the drafter's window, block size and, to be checked, dim and taps.
+        config: the drafter's; says how many context rows a round sees.
 
     Raises:
         Refused: the split is empty, the drafter has other sizes, or a sidecar is not as recorded.
@@ -135,13 +135,15 @@ class D2Blocks:
         return sequence, self._gen_start[sequence] + indices - first
 
     def _batch(self, sequence: Tensor, anchor: Tensor) -> BlockBatch:
-        window, slots = self.config.window, self.config.block_size
+        slots = self.config.block_size
         base, last = self._base[sequence], self._rows[sequence] - 1
 
-        # context rows max(0, a-window) … a-1, right-aligned
-        first = (anchor - window).clamp(min=0)
+        # the rows before the anchor that the drafter sees, right-aligned
+        count = torch.tensor([self.config.context_rows(a) for a in anchor.tolist()])
+        width = self.config.padded_rows(int(count.max()))
+        first = anchor - count
         seen = Ranges(base + first, base + anchor)
-        column = torch.arange(window) - (window - (anchor - first))[:, None]
+        column = torch.arange(width) - (width - count)[:, None]
         context = torch.where(column >= 0, seen.place(base + first)[:, None] + column, 0)
 
         # slot i reads token a+i and predicts token a+i+1, of which row a+i's hidden state is the teacher

@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from d2lib.data.manifest import Manifest, SequenceEntry, Split, refused_field
+from d2lib.data.manifest import Manifest, SequenceEntry, Split
 from d2lib.data.sidecar import Sidecar
 from d2lib.errors import Refused
 from d2lib.files import Hashed, Record, canonical_json, parse_json, sha256_bytes, write_exclusive
+from d2lib.strict import malformed
 
 DRAFTS = 2
 
@@ -234,4 +235,4 @@ def _record(kind: type[Any], line: tuple[int, Any], path: Path) -> Any:
     try:
         return kind.model_validate(line[1])
     except ValidationError as error:
-        raise refused_field("a K2 line is malformed", error, f"{path}, line {line[0]}") from None
+        raise malformed("a K2 line is malformed", error, f"{path}, line {line[0]}") from None

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from d2lib.errors import Refused
 from d2lib.files import FileRecord, Hashed, Record, inside, read_json, record_file, write_json
+from d2lib.strict import DIGEST_PATTERN
 
 Split = Literal["train", "dev", "heldout_legal", "heldout_general"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
-Digest = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+Digest = Annotated[str, Field(pattern=DIGEST_PATTERN)]
 """`sha256:` and 64 lower-case hex digits."""
 
 
@@ -157,11 +158,7 @@ class Manifest(Record):
         Raises:
             Refused: names the first field that is wrong, the sequence that stands twice, or the family that crosses.
         """
-        value = read_json(path)
-        try:
-            return cls.model_validate(value)
-        except ValidationError as error:
-            raise refused_field("the manifest is wrong", error, path) from None
+        return cls.parse(read_json(path), path, message="the manifest is wrong")
 
     def write(self, path: Path) -> Hashed:
         """Create MANIFEST.json, in order of splits and ids; never overwrites. Returns the file's digest."""
@@ -226,19 +223,6 @@ def file_problem(entry: FileEntry, folder: Path, progress: Callable[[int], None]
     if found.size != entry.size:
         return f"{entry.path}: {found.size} bytes, recorded {entry.size}"
     return f"{entry.path}: {found.sha256}, recorded {entry.sha256}"
-
-
-def refused_field(message: str, error: ValidationError, where: object) -> Refused:
-    """A schema's first complaint as one error that names file and field."""
-    first = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in first["loc"])
-    found = first.get("input")
-    return Refused(
-        message,
-        expected=first["msg"].removeprefix("Value error, "),
-        found=None if isinstance(found, dict | Record) else repr(found)[:120],
-        where=f"{where}: {field}" if field else where,
-    )
 
 
 def _count(entries: list[SequenceEntry]) -> SplitCounts:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Round:
-    """One round, anchor at row a of a sequence; C = min(a, window) context rows.
+    """One round, anchor at row a of a sequence; C context rows, as many as `DrafterConfig.context_rows` says.
 
     taps: [C, n_taps·dim] raw taps of rows a-C … a-1, oldest first, any float dtype.
     positions: [C] int64, the rows' indices j.
@@ -37,8 +37,9 @@ class BlockBatch:
 
     taps: [R, n_taps·dim] raw taps, each distinct (sequence, row) once.
     positions: [R] int64, each row's index in its sequence.
-    context: [B, window] int64 indices into R; the last C entries are used, oldest first, the others are 0.
-    context_valid: [B, window] bool; a suffix of True.
+    context: [B, W] int64 indices into R; the last C entries are used, oldest first, the others are 0. W is any width
+        that holds the batch's longest context.
+    context_valid: [B, W] bool; a suffix of True.
     anchor, anchor_token: [B] int64.
     previous, target: [B, K] int64. valid: [B, K] bool, a prefix of True in each row.
     teacher_hidden: [H, dim], each distinct (sequence, row) once. teacher: [B, K] int64 indices into H.
@@ -76,3 +77,10 @@ class BlockBatch:
     def to(self, device: torch.device | str) -> BlockBatch:
         """The same batch on a device."""
         return BlockBatch(**{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
+
+
+def gather_context(rows: list[Tensor], context: Tensor) -> list[Tensor]:
+    """What each round sees of the distinct context rows: tensors [R, ...] and indices [B, W] to tensors [B, W, ...]."""
+    if rows and not len(rows[0]):  # no round sees any row, yet the padding points at one
+        rows = [part.new_zeros(1, *part.shape[1:]) for part in rows]
+    return [part.index_select(0, context.flatten()).view(*context.shape, *part.shape[1:]) for part in rows]

@@ -89,6 +89,12 @@ def fold(x: Tensor, dim: int = -1, *, keepdim: bool = False) -> Tensor:
     return x if keepdim else x.squeeze(dim)
 
 
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x / sqrt(mean x² + eps) · weight over the last axis (Zhang and Sennrich, arXiv 1910.07467)."""
+    normed = x / torch.sqrt(fold(x * x, keepdim=True) / x.shape[-1] + eps)
+    return normed if weight is None else normed * weight
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x))."""
     return 1 / (1 + torch.exp(-x.clamp(min=-_EXP_LIMIT)))

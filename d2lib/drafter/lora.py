@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.family import family_of
 from d2lib.drafter.weights import Weights, expected_shapes, read_tensors, write_tensors
 from d2lib.errors import Refused
 from d2lib.files import Hashed
@@ -23,28 +24,14 @@ from d2lib.files import Hashed
 Adapter: TypeAlias = dict[str, Tensor]
 """`NAME.lora_A` [rank, in] and `NAME.lora_B` [out, rank] for every adapted module NAME, fp32."""
 
-_STAGE_TARGETS = (
-    "attn.wq_a",
-    "attn.wq_b",
-    "attn.wkv",
-    "attn.wo_a",
-    "attn.wo_b",
-    "ffn.shared_experts.w1",
-    "ffn.shared_experts.w2",
-    "ffn.shared_experts.w3",
-)
-
 
 def lora_targets(config: DrafterConfig) -> list[str]:
-    """Names of the adapted modules: `main_proj`, and every stage's attention projections and shared expert.
-
-    Routed experts, norms, router, hyper-connections and heads stay frozen.
-    """
-    return ["mtp.0.main_proj"] + [f"mtp.{stage}.{name}" for stage in range(config.n_stages) for name in _STAGE_TARGETS]
+    """Names of the adapted modules; everything else stays frozen."""
+    return family_of(config).lora_targets(config)
 
 
 def adapter_shapes(config: DrafterConfig, rank: int) -> dict[str, tuple[int, ...]]:
-    """Every adapter tensor with its shape. `wo_a` is grouped: A is shared by the groups, B's rows belong to them."""
+    """Every adapter tensor with its shape; in a grouped projection A is shared and B's rows belong to the groups."""
     weights = expected_shapes(config)
     shapes: dict[str, tuple[int, ...]] = {}
     for name in lora_targets(config):

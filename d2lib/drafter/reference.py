@@ -1,39 +1,27 @@
-"""REF: the drafter's arithmetic, literally, fp32, one round at a time with no reuse between rounds.
+"""REF: a drafter's arithmetic, literally, fp32, one round at a time with no reuse between rounds.
 
-Slow on purpose; every verdict is computed with it. A round that has fewer context rows than the window is padded in
-front with masked rows, so that every round goes through products and sums of the same shapes and `batched` can give
-the same bits for many rounds at once.
+Slow on purpose; every verdict is computed with it. Here is what all families do: context rows, the parallel backbone,
+LM head with Markov head, confidence, greedy drafting. A family's `reference` module adds its backbone.
 
-Sources: the DSpark paper (arXiv 2607.05147) and the published forward of the DeepSeek-V4.1-Flash draft head.
+A round's context is padded in front with masked rows (`DrafterConfig.padded_rows`), so that rounds go through products
+and sums of few shapes and `batched` can give the same bits for many rounds at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from d2lib.drafter.batch import Round
 from d2lib.drafter.config import DrafterConfig
-from d2lib.drafter.kernels import fold, linear, sigmoid
-from d2lib.drafter.layers import (
-    Mixes,
-    expert,
-    mixes,
-    normed_projection,
-    quantize_kv,
-    read_streams,
-    rms_norm,
-    route,
-    sink_attention,
-    swiglu,
-    write_streams,
-)
+from d2lib.drafter.family import family_of
+from d2lib.drafter.heads import ConfidenceHead, MarkovHead
+from d2lib.drafter.kernels import fold, linear, rms_norm
 from d2lib.drafter.lora import adapter_rank
-from d2lib.drafter.rotary import rotary_angles, rotate
 from d2lib.drafter.weights import check_weights
 from d2lib.errors import Refused
 
@@ -42,13 +30,13 @@ from d2lib.errors import Refused
 class RoundOutput:
     """One round, teacher-forced.
 
-    hidden: [K, dim] y, the streams after the last stage. logits: [K, V]; slot i is about token a+1+i.
-    confidence: [K] logits of the chance that the slot is accepted.
+    hidden: [K, dim] what the backbone gives. logits: [K, V]; slot i is about token a+1+i.
+    confidence: [K] logits of the chance that the slot is accepted, or None where there is no such head.
     """
 
     hidden: Tensor
     logits: Tensor
-    confidence: Tensor
+    confidence: Tensor | None
 
 
 def teacher_logits(head: Tensor, hidden: Tensor) -> Tensor:
@@ -56,15 +44,15 @@ def teacher_logits(head: Tensor, hidden: Tensor) -> Tensor:
     return linear(hidden.float(), head)
 
 
-class Reference:
+class Reference(ABC):
     """A drafter that computes one round at a time.
 
-    The methods up to `confidence` are the steps of a round. They take a leading axis of rounds B, which here is always
-    one; `BatchedReference` runs the same steps over many.
+    The steps take a leading axis of rounds B, which here is always one; `BatchedReference` runs the same steps over
+    many. FAST runs them with other kernels.
 
     Args:
         config: sizes and switches.
-        weights: fp32 tensors under their release names.
+        weights: fp32 tensors under the family's names.
         adapter: LoRA of those weights, or None for the native drafter.
     """
 
@@ -77,198 +65,126 @@ class Reference:
         self.config = config
         self.weights = weights
         self.adapter: Mapping[str, Tensor] = adapter or {}
-        self.last = f"mtp.{config.n_stages - 1}"
+        family = family_of(config)
+        self.embed, self.head = weights[family.embed], weights[family.head]
+        self.markov = self.markov_head()
+        self._confidence = self.confidence_head()
 
     def forward(self, round: Round) -> RoundOutput:
         """The round's slots, each given the true previous token."""
-        hidden = self._hidden(round)
-        logits = self.base_logits(hidden) + self.markov_bias(round.previous)
-        return RoundOutput(hidden, logits, self.confidence(hidden, round.previous))
+        hidden, previous = self._hidden(round), round.previous
+        logits = self.add_markov(self.base_logits(hidden), self.latents(hidden, previous))
+        return RoundOutput(hidden, logits, self.confidence(hidden, previous))
 
     @torch.no_grad()
     def draft(self, round: Round, k: int | None = None) -> Tensor:
         """The first k (all by default) drafted tokens, greedy: [k] int64. The lowest index wins a tie."""
-        base = self.base_logits(self._hidden(round))
-        return self.greedy(base.unsqueeze(0), torch.tensor([round.anchor_token], device=base.device), k).squeeze(0)
+        hidden = self._hidden(round).unsqueeze(0)
+        token = torch.tensor([round.anchor_token], device=hidden.device)
+        return self.greedy(hidden, self.base_logits(hidden), token, k).squeeze(0)
 
     def _hidden(self, round: Round) -> Tensor:
-        missing = self.config.window - len(round.positions)
-        taps = F.pad(round.taps.float(), (0, 0, missing, 0))
-        positions = F.pad(round.positions, (missing, 0))
-        valid = torch.arange(self.config.window, device=taps.device) >= missing
-        context = [kv.unsqueeze(0) for kv in self.context_kv(self.main_x(taps), positions)]
-        anchor = torch.tensor([round.anchor], device=taps.device)
-        token = torch.tensor([round.anchor_token], device=taps.device)
+        rows, device = len(round.positions), round.taps.device
+        width = self.config.padded_rows(rows)
+        context = [
+            torch.cat([part.new_zeros(width - rows, *part.shape[1:]), part]).unsqueeze(0)
+            for part in self.context(round.taps, round.positions)
+        ]
+        valid = torch.arange(width, device=device) >= width - rows
+        anchor = torch.tensor([round.anchor], device=device)
+        token = torch.tensor([round.anchor_token], device=device)
         return self.backbone(token, anchor, context, valid.unsqueeze(0)).squeeze(0)
 
-    # The steps of a round.
+    # A family's part.
 
-    def main_x(self, taps: Tensor) -> Tensor:
-        """RMSNorm(main_proj · raw taps): [R, n_taps·dim] to [R, dim], given to every stage."""
-        return self._norm(self._project("mtp.0.main_proj", taps.float()), "mtp.0.main_norm")
+    @abstractmethod
+    def context(self, taps: Tensor, positions: Tensor) -> list[Tensor]:
+        """What blocks read of context rows, each row by itself: raw taps [R, n_taps·dim] of any float dtype at
+        positions [R] to tensors [R, ...], in the order in which `backbone` takes them."""
 
-    def context_kv(self, main_x: Tensor, positions: Tensor) -> list[Tensor]:
-        """Every stage's key-value rows [R, head_dim] of context rows [R, dim] at positions [R]."""
-        return [self._kv(f"mtp.{stage}.attn", main_x, positions) for stage in range(self.config.n_stages)]
-
+    @abstractmethod
     def backbone(self, anchor_token: Tensor, anchor: Tensor, context: list[Tensor], context_valid: Tensor) -> Tensor:
-        """The parallel pass: y [B, K, dim] of every slot.
+        """The parallel pass: hidden [B, K, dim] of every slot.
 
         Args:
             anchor_token, anchor: [B] int64.
-            context: per stage [B, window, head_dim]. context_valid: [B, window] bool.
+            context: tensors [B, W, ...]; of round b, column c is row anchor[b] - W + c of its sequence.
+            context_valid: [B, W] bool, a suffix of True; what stands in other columns means nothing.
         """
-        c = self.config
-        rounds, device = anchor.shape[0], anchor.device
-        ids = torch.full((rounds, c.block_size), c.noise_token_id, device=device)
-        ids[:, 0] = anchor_token
-        positions = (anchor.unsqueeze(1) + torch.arange(c.block_size, device=device)).flatten()
-        x = self.weights["embed.weight"][ids.flatten()].unsqueeze(1).expand(-1, c.hc_mult, -1)
-        pre = F.one_hot(torch.zeros_like(positions), c.hc_mult).to(x.dtype)
-        for stage, kv in enumerate(context):
-            prefix = f"mtp.{stage}"
 
-            def attention(h: Tensor, prefix: str = prefix, kv: Tensor = kv) -> Tensor:
-                return self._attention(f"{prefix}.attn", h, positions, kv, context_valid)
+    @abstractmethod
+    def head_rows(self, hidden: Tensor) -> Tensor:
+        """y, what LM head and Markov head read of the backbone's hidden rows: [..., dim] to [..., dim]."""
 
-            def experts(h: Tensor, prefix: str = prefix) -> Tensor:
-                return self._experts(f"{prefix}.ffn", h)
+    @abstractmethod
+    def markov_head(self) -> MarkovHead | None:
+        """The drafter's Markov head, if it has one."""
 
-            x, pre = self._motion(prefix, "attn", x, pre, attention)
-            x, pre = self._motion(prefix, "ffn", x, pre, experts)
-        return self._read(x, self._final_pre(x, pre)).view(rounds, c.block_size, c.dim)
+    @abstractmethod
+    def confidence_head(self) -> ConfidenceHead | None:
+        """The drafter's confidence head, if it has one; it reads `hidden`."""
+
+    # Heads.
 
     def base_logits(self, hidden: Tensor) -> Tensor:
-        """lm_head · RMSNorm(y): [..., dim] to [..., V]."""
-        return linear(self._norm(hidden, f"{self.last}.norm"), self.weights["head.weight"])
+        """lm_head·y: [..., dim] to [..., V]."""
+        return self._linear_fp32(self.head_rows(hidden), self.head)
 
-    def markov_bias(self, previous: Tensor) -> Tensor:
-        """What the previous token adds to the logits: [...] int64 to [..., V]."""
-        return linear(self._markov_embed(previous), self.weights[f"{self.last}.markov_head.head.weight"])
+    def latents(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
+        """The Markov head's latents given the previous tokens: [..., K, dim] and [..., K] int64 to [..., K, r]."""
+        if self.markov is None:
+            return None
+        return self.markov.latents(self.head_rows(hidden), previous, self._linear_fp32)
 
-    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """proj · [y; Markov embedding of the previous token]: [..., dim] and [...] to [...]."""
-        features = torch.cat([hidden, self._markov_embed(previous)], dim=-1)
-        return fold(features * self.weights[f"{self.last}.confidence_head.proj.weight"][0])
+    def add_markov(self, base: Tensor, latents: Tensor | None) -> Tensor:
+        """Base logits [..., V] plus what latents [..., r] add to them."""
+        if self.markov is None or latents is None:
+            return base
+        return base + self._linear_fp32(latents, self.markov.w2)
 
-    def greedy(self, base: Tensor, anchor_token: Tensor, k: int | None) -> Tensor:
-        """Draft slot after slot, each given the one before: base logits [B, K, V], tokens [B] to [B, k]."""
+    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
+        """proj·[hidden; W1 row of the previous token] + bias: [..., dim] and [...] to [...]."""
+        head = self._confidence
+        if head is None:
+            return None
+        if head.with_markov and self.markov is not None:
+            hidden = torch.cat([hidden, self.markov.w1[previous]], dim=-1)
+        logit = self._dot(hidden, head.weight[0])
+        return logit if head.bias is None else logit + head.bias
+
+    def greedy(self, hidden: Tensor, base: Tensor, anchor_token: Tensor, k: int | None) -> Tensor:
+        """Draft slot after slot, given the one before: [B, K, dim], base logits [B, K, V], tokens [B] to [B, k]."""
         slots = self.config.block_size if k is None else k
         if not 1 <= slots <= self.config.block_size:
             raise Refused("a round has no such number of slots", expected=f"1 … {self.config.block_size}", found=k)
         drafts: list[Tensor] = []
-        previous = anchor_token.to(base.device)
+        y, previous, latent, state = self.head_rows(hidden), anchor_token.to(base.device), None, None
         for slot in range(slots):
-            previous = (base[:, slot] + self.markov_bias(previous)).argmax(-1)
+            if self.markov is not None:
+                latent, state = self.markov.step(y[:, slot], previous, state, self._linear_fp32)
+            previous = self.add_markov(base[:, slot], latent).argmax(-1)
             drafts.append(previous)
         return torch.stack(drafts, dim=1)
 
-    # Their parts, by module name.
+    # Kernels, by module name.
 
-    def _motion(
-        self, prefix: str, motion: str, x: Tensor, pre: Tensor, sublayer: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Read the streams, apply a sublayer, write it back; returns the streams and this motion's pre."""
-        mix = self._mixes(f"{prefix}.hc_{motion}", x)
-        h = self._read(x, mix.pre if self.config.hc_form == "per_motion" else pre)
-        h = sublayer(self._norm(h, f"{prefix}.{motion}_norm"))
-        return self._write(x, h, mix), mix.pre
+    def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x·Wᵀ."""
+        return linear(x, weight)
 
-    def _mixes(self, name: str, x: Tensor) -> Mixes:
-        c, w = self.config, self.weights
-        return mixes(
-            x,
-            w[f"{name}_fn"],
-            w[f"{name}_base"],
-            w[f"{name}_scale"],
-            sinkhorn_iters=c.hc_sinkhorn_iters,
-            hc_eps=c.hc_eps,
-            norm_eps=c.norm_eps,
-        )
+    def _linear_fp32(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x·Wᵀ of a head, which FAST too computes in fp32."""
+        return linear(x, weight)
 
-    def _normed_projection(self, x: Tensor, name: str) -> Tensor:
-        return normed_projection(x, self.weights[name], self.config.norm_eps)
-
-    def _read(self, x: Tensor, pre: Tensor) -> Tensor:
-        return read_streams(x, pre)
-
-    def _write(self, x: Tensor, h: Tensor, mix: Mixes) -> Tensor:
-        return write_streams(x, h, mix.post, mix.comb)
-
-    def _final_pre(self, x: Tensor, pre: Tensor) -> Tensor:
-        """The weights of the last collapse: the last motion's pre, or in the per-motion form its own."""
-        if self.config.hc_form == "single_pass":
-            return pre
-        scale, base = self.weights[f"{self.last}.hc_head_scale"], self.weights[f"{self.last}.hc_head_base"]
-        m = self._normed_projection(x, f"{self.last}.hc_head_fn")
-        return sigmoid(m * scale + base) + self.config.hc_eps
-
-    def _attention(self, name: str, h: Tensor, positions: Tensor, context: Tensor, context_valid: Tensor) -> Tensor:
-        c = self.config
-        rounds = context.shape[0]
-        cos, sin = (part.unsqueeze(1) for part in rotary_angles(positions, c))
-        q = self._project(f"{name}.wq_b", self._norm(self._project(f"{name}.wq_a", h), f"{name}.q_norm"))
-        q = q.view(-1, c.n_heads, c.head_dim)
-        if c.q_head_norm:
-            q = rms_norm(q, None, c.norm_eps)
-        q = rotate(q, cos, sin).view(rounds, c.block_size, c.n_heads, c.head_dim)
-
-        slots = self._kv(name, h, positions).view(rounds, c.block_size, c.head_dim)
-        bank = torch.cat([context.masked_fill(~context_valid.unsqueeze(-1), 0.0), slots], dim=1)
-        bank_valid = F.pad(context_valid, (0, c.block_size), value=True)
-        out = sink_attention(q, bank, bank_valid, self.weights[f"{name}.attn_sink"])
-
-        out = rotate(out.view(-1, c.n_heads, c.head_dim), cos, sin, inverse=True)
-        return self._project(f"{name}.wo_b", self._project_groups(f"{name}.wo_a", out.reshape(-1, c.head_inner)))
-
-    def _kv(self, name: str, h: Tensor, positions: Tensor) -> Tensor:
-        kv = self._norm(self._project(f"{name}.wkv", h), f"{name}.kv_norm")
-        kv = rotate(kv, *rotary_angles(positions, self.config))
-        return kv if self.config.kv_quant == "off" else quantize_kv(kv, self.config.rope_head_dim)
-
-    def _experts(self, name: str, h: Tensor) -> Tensor:
-        c, w = self.config, self.weights
-        picked, weight = route(
-            h,
-            w[f"{name}.gate.weight"],
-            w[f"{name}.gate.bias"],
-            n_activated=c.n_activated,
-            norm_topk_prob=c.norm_topk_prob,
-            scaling=c.routed_scaling_factor,
-        )
-        places, outputs = [], []
-        for index in torch.unique(picked).tolist():
-            place = (picked.flatten() == index).nonzero().squeeze(1)
-            w1, w2, w3 = (w[f"{name}.experts.{index}.{part}.weight"] for part in ("w1", "w2", "w3"))
-            outputs.append(expert(h.index_select(0, place // c.n_activated), w1, w2, w3, c.swiglu_limit))
-            places.append(place)
-        routed = torch.cat(outputs).index_select(0, torch.cat(places).argsort()).view(*picked.shape, c.dim)
-        return fold(weight.unsqueeze(-1) * routed, 1) + self._shared_expert(f"{name}.shared_experts", h)
-
-    def _shared_expert(self, name: str, h: Tensor) -> Tensor:
-        gate, up = self._project(f"{name}.w1", h), self._project(f"{name}.w3", h)
-        return self._project(f"{name}.w2", swiglu(gate, up, self.config.swiglu_limit))
-
-    def _markov_embed(self, tokens: Tensor) -> Tensor:
-        return self.weights[f"{self.last}.markov_head.embed.weight"][tokens]
+    def _dot(self, x: Tensor, row: Tensor) -> Tensor:
+        return fold(x * row)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return rms_norm(x, self.weights[f"{name}.weight"], self.config.norm_eps)
 
     def _project(self, name: str, x: Tensor) -> Tensor:
-        """x·Wᵀ, plus (x·Aᵀ)·Bᵀ where the module is adapted."""
-        y = linear(x, self.weights[f"{name}.weight"])
+        """x·Wᵀ, plus (x·Aᵀ)·Bᵀ where the module is adapted, plus its bias where it has one."""
+        y = self._linear(x, self.weights[f"{name}.weight"])
         if self.adapter:
-            y = y + linear(linear(x, self.adapter[f"{name}.lora_A"]), self.adapter[f"{name}.lora_B"])
-        return y
-
-    def _project_groups(self, name: str, x: Tensor) -> Tensor:
-        """Each group of channels by its own rows of W, and of B: [N, groups·in] to [N, groups·out]."""
-        groups = self.config.o_groups
-        weight = self.weights[f"{name}.weight"].chunk(groups)
-        parts = x.chunk(groups, dim=-1)
-        y = torch.cat([linear(part, w) for part, w in zip(parts, weight, strict=True)], dim=-1)
-        if self.adapter:
-            a, rows = self.adapter[f"{name}.lora_A"], self.adapter[f"{name}.lora_B"].chunk(groups)
-            y = y + torch.cat([linear(linear(part, a), b) for part, b in zip(parts, rows, strict=True)], dim=-1)
-        return y
+            y = y + self._linear(self._linear(x, self.adapter[f"{name}.lora_A"]), self.adapter[f"{name}.lora_B"])
+        return y if f"{name}.bias" not in self.weights else y + self.weights[f"{name}.bias"]

@@ -16,8 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from d2lib.drafter.config import DrafterConfig
-from d2lib.drafter.release import FORMS, INDEX, Form, is_unknown, scale_name, scale_shape, stored_name, weight_map
-from d2lib.drafter.release_config import CONFIG, read_config
+from d2lib.drafter.deepseek.release import (
+    FORMS,
+    INDEX,
+    Form,
+    is_unknown,
+    scale_name,
+    scale_shape,
+    stored_name,
+    weight_map,
+)
+from d2lib.drafter.deepseek.release_config import CONFIG, read_config
 from d2lib.drafter.weights import expected_shapes
 from d2lib.errors import Refused
 from d2lib.files import inside, parse_json

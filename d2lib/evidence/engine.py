@@ -33,6 +33,7 @@ from d2lib.evidence.environment import (
 )
 from d2lib.evidence.layout import NOTEBOOK, OPENING, RECEIPT, WORKING_NOTEBOOK, Attempt, numbers, parse_output
 from d2lib.evidence.ledger import locked, read_ledger
+from d2lib.evidence.parameters import read_again
 from d2lib.evidence.phase import CONTEXT, Context, validate_parameters
 from d2lib.evidence.receipts import NotebookRecord, Opening, Receipt, now, to_bytes
 from d2lib.evidence.seal import Outcome, judge, publish_receipt, save_notebook, seal_abandoned
@@ -178,6 +179,7 @@ def execute(nb: Any, output: str, options: Mapping[str, Any]) -> tuple[Receipt, 
             given = dict(nb.metadata.papermill.get("parameters") or {})
             refusal: Refused | None = None
             try:
+                given = read_again(given, from_start)
                 params = validate_parameters(schema, given)
                 check_run(params, attempt)
                 values = params.model_dump(mode="json")

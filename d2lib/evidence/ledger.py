@@ -19,8 +19,9 @@ from pydantic import Field, ValidationError
 
 from d2lib.errors import Refused
 from d2lib.evidence.layout import LEDGER, LOCK, NOTEBOOK, RECEIPT, WORKING_NOTEBOOK, split_attempt
-from d2lib.evidence.receipts import DIGEST, Receipt, Status, Verdict, first_problem, read_receipt, to_bytes
+from d2lib.evidence.receipts import DIGEST, Receipt, Status, Verdict, read_receipt, to_bytes
 from d2lib.files import Hashed, Record, canonical_json, fsync_folder, parse_json, publish, record_file, sha256_bytes
+from d2lib.strict import first_problem
 
 
 class LedgerLine(Record):
@@ -154,7 +155,8 @@ def check_lines(data: bytes, namespace: str) -> tuple[list[LedgerLine], list[Pro
         except Refused as error:
             problems.append(Problem(number, "a ledger line is not strict JSON", "one JSON object", error.message))
         except ValidationError as error:
-            problems.append(Problem(number, "a ledger line is malformed", "a ledger line", first_problem(error)))
+            field, expected, found = first_problem(error)
+            problems.append(Problem(number, "a ledger line is malformed", f"{field}: {expected}", str(found)))
         else:
             if to_bytes(line) != raw + b"\n":
                 problems.append(Problem(number, "a ledger line is not in canonical form", "RFC 8785", "another form"))

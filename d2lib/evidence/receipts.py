@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 from d2lib.errors import ExitStatus, Refused
 from d2lib.evidence.layout import is_receipts_own
 from d2lib.files import FileRecord, Hashed, Record, canonical_json, digest_tree, parse_json, record_file, walk
+from d2lib.strict import DIGEST_PATTERN, malformed
 
 SCHEMA_VERSION = 1
 _CHUNK = 1 << 20
@@ -21,7 +22,7 @@ _CHUNK = 1 << 20
 Status = Literal["done", "failed", "refused", "interrupted"]
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 
-DIGEST = Field(pattern=r"^sha256:[0-9a-f]{64}$")
+DIGEST = Field(pattern=DIGEST_PATTERN)
 
 
 class NotebookRecord(Record):
@@ -151,12 +152,6 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-def first_problem(error: ValidationError) -> str:
-    """The first of a model's problems as `field: what is wrong`, for one clear line."""
-    problem = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(str(part) for part in problem['loc']) or 'the whole'}: {problem['msg']}"
-
-
 def to_bytes(record: Record) -> bytes:
     """The canonical bytes of a record's file, with a newline."""
     return canonical_json(record.model_dump(mode="json")) + b"\n"
@@ -185,7 +180,7 @@ def parse_receipt(data: bytes, *, where: object = None) -> Receipt:
     try:
         receipt = Receipt.model_validate_json(data)
     except ValidationError as error:
-        raise Refused("a receipt is malformed", found=first_problem(error), where=where) from None
+        raise malformed("a receipt is malformed", error, where) from None
     if to_bytes(receipt) != data:
         raise Refused("a receipt is not in canonical form", expected="RFC 8785 and a newline", where=where)
     return receipt

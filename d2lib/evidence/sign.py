@@ -16,14 +16,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from d2lib.errors import Refused
 from d2lib.evidence.layout import NOTEBOOK, RECEIPT, SIGNATURE
 from d2lib.evidence.ledger import LedgerLine, read_ledger
-from d2lib.evidence.receipts import Receipt, first_problem, parse_receipt, to_bytes
+from d2lib.evidence.receipts import Receipt, parse_receipt, to_bytes
 from d2lib.files import Record, canonical_json, parse_json, sha256_bytes, write_exclusive, write_json
+from d2lib.strict import read_yaml
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
@@ -75,17 +75,6 @@ class Policy(Record):
         return self.phases.get(receipt.name) or self.phases.get(receipt.phase)
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key that stands twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.YAMLError(f"the key {key} stands twice")
-        return super().construct_mapping(node, deep)
-
-
 def read_policy(path: Path) -> Policy:
     """A policy from a YAML or JSON file.
 
@@ -93,13 +82,7 @@ def read_policy(path: Path) -> Policy:
         Refused: unreadable, an unknown or doubled key, a requirement that names a key that is not listed, or a
             threshold that its keys cannot reach.
     """
-    try:
-        value = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
-        policy = Policy.model_validate_json(canonical_json(value))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise Refused("a policy cannot be read", found=" ".join(str(error).split())[:200], where=path) from None
-    except ValidationError as error:
-        raise Refused("a policy is malformed", found=first_problem(error), where=path) from None
+    policy = Policy.parse(read_yaml(path, what="a policy"), path, message="a policy is malformed")
     if len(policy.by_id) != len(policy.keys):
         raise Refused("a policy lists a key twice", where=path)
     for phase, requirement in policy.phases.items():

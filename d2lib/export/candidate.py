@@ -23,7 +23,8 @@ from d2lib.evidence.receipts import InputRecord, OutputRecord, Receipt, read_rec
 from d2lib.files import inside, read_json, sha256_file
 from d2lib.gates.g2 import G2, SplitPart, bind
 from d2lib.gates.gate import validated
-from d2lib.gates.journal import ScoredSplit, differing
+from d2lib.gates.journal import ScoredSplit
+from d2lib.strict import differences
 from d2lib.train.full import NAME, Admitted
 from d2lib.train.loop import finished
 from d2lib.train.recipe import Recipe
@@ -166,7 +167,7 @@ def _admitted(run: Path, finish: Entry, train: Entry, g2: G2) -> Admitted:
         raise Refused(
             "training and verdict are not on the same admission",
             expected="the same recipe and identities",
-            found=", ".join(differing(admitted.identities, trained_on.identities)),
+            found=", ".join(field for field, *_ in differences(admitted.identities, trained_on.identities)),
             where=path,
         )
     for name in ("namespace", "manifest", "native", "drafter", "pilot", "recipe"):

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from d2lib.drafter.lora import lora_targets, merge
 from d2lib.errors import Refused, Unexpected
 from d2lib.export.candidate import Candidate, open_candidate
 from d2lib.export.card import Kind, build_card, render_readme
-from d2lib.files import FileRecord, canonical_json, fsync_folder, sha256_bytes, write_exclusive
+from d2lib.files import FileRecord, canonical_json, publish_folder, sha256_bytes, write_exclusive
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_MODEL = "adapter_model.safetensors"
@@ -49,7 +47,7 @@ def export_adapter(run: Path, to: Path, *, unqualified: bool = False) -> Candida
         ADAPTER_MODEL: save(peft_tensors(candidate.adapter), metadata={"format": "pt"}),
         ADAPTER_CONFIG: (json.dumps(peft_config(candidate), indent=2, sort_keys=True) + "\n").encode(),
     }
-    _publish_folder(to, _with_card(candidate, "peft adapter", files))
+    publish_folder(to, _with_card(candidate, "peft adapter", files).items())
     return candidate
 
 
@@ -76,7 +74,7 @@ def merge_adapter(run: Path, to: Path, *, unqualified: bool = False) -> Candidat
         except OSError as error:
             raise _not_written(to, error) from None
     else:
-        _publish_folder(to, _with_card(candidate, "merged projections", {MERGED: save(tensors)}))
+        publish_folder(to, _with_card(candidate, "merged projections", {MERGED: save(tensors)}).items())
     return candidate
 
 
@@ -131,25 +129,6 @@ def _check_target(run: Path, to: Path) -> None:
         raise Refused("the folder that is to hold the export is missing", expected="a folder", where=to.parent)
     if Path(os.path.realpath(run)) in Path(os.path.realpath(to)).parents:
         raise Refused("an export does not lie among a run's evidence", expected=f"a place outside of {run}", where=to)
-
-
-def _publish_folder(to: Path, files: Mapping[str, bytes]) -> None:
-    """Make a folder with these files under a working name, then give it its own."""
-    working = to.with_name(f".{to.name}.{secrets.token_hex(6)}.part")
-    try:
-        working.mkdir()
-        try:
-            for name, data in files.items():
-                write_exclusive(working / name, data)
-            fsync_folder(working)
-            if os.path.lexists(to):
-                raise _exists(to)
-            os.rename(working, to)  # replaces nothing but an empty folder that was made in this very moment
-            fsync_folder(to.parent)
-        finally:
-            shutil.rmtree(working, ignore_errors=True)
-    except OSError as error:
-        raise _not_written(to, error) from None
 
 
 def _exists(to: Path) -> Refused:

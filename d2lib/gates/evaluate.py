@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from d2lib.data.assembly import Assembly
-from d2lib.drafter.reference import Reference
+from d2lib.drafter.family import reference_drafter
 from d2lib.errors import Refused
 from d2lib.files import write_json
 from d2lib.gates.g2 import SplitPart, build_part
@@ -63,8 +63,8 @@ def evaluate_split(
     weights, adapter = ({n: t.to(device) for n, t in tensors.items()} for tensors in (assembly.weights, adapter))
     scorer = Scorer(
         {
-            "baseline": Reference(assembly.config, weights),
-            "candidate": Reference(assembly.config, weights, adapter),
+            "baseline": reference_drafter(assembly.config, weights),
+            "candidate": reference_drafter(assembly.config, weights, adapter),
         },
         blocks.rounds_batch(first, population[first][:PROBE_ROUNDS]),
     )

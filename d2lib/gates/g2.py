@@ -16,8 +16,9 @@ from d2lib.errors import ExitStatus, Refused
 from d2lib.files import Record, canonical_json, sha256_bytes
 from d2lib.gates.bootstrap import Bootstrap, paired_request_bootstrap
 from d2lib.gates.gate import Comparison, Gate, digest_field, judged, validated
-from d2lib.gates.journal import Contract, Identities, ScoredSplit, differing
+from d2lib.gates.journal import Contract, Identities, ScoredSplit
 from d2lib.gates.request import ArmScore, RequestScore
+from d2lib.strict import differences
 
 Word = Literal["PASS", "FAIL"]
 
@@ -208,7 +209,7 @@ def bind(parts: Mapping[str, Any]) -> G2:
             raise Refused("a part is of another split", expected=split, found=part.contract.split)
         again = build_part(part.contract, part.requests)
         if again != part:
-            fields = list(differing(again.model_dump(), part.model_dump()))
+            fields = [name for name, _, _ in differences(again.model_dump(), part.model_dump())]
             raise Refused(
                 "a part does not follow from its own requests",
                 expected="the same judgement when judged again",
@@ -225,7 +226,7 @@ def bind(parts: Mapping[str, Any]) -> G2:
             if expected != found:
                 raise Refused(
                     "the parts are not of one run",
-                    found=", ".join(differing(expected, found, name)),
+                    found=", ".join(field for field, _, _ in differences(expected, found, name)),
                     where=f"{split}.json against heldout_legal.json",
                 )
     return G2(

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from d2lib.errors import Refused
 from d2lib.files import Record
+from d2lib.strict import DIGEST_PATTERN, malformed
 
 Comparison = Literal[">=", ">", "<=", "<", "=="]
 
@@ -68,16 +69,9 @@ def validated(kind: type[AnyRecord], value: Any, where: object) -> AnyRecord:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or kind.__name__
-        raise Refused(
-            "a record is malformed",
-            expected=first["msg"],
-            found=repr(first.get("input"))[:120],
-            where=f"{where}: {field}",
-        ) from None
+        raise malformed("a record is malformed", error, where) from None
 
 
 def digest_field() -> Any:
     """A field that holds a digest, `sha256:<64 hex digits>`."""
-    return Field(pattern=r"^sha256:[0-9a-f]{64}$")
+    return Field(pattern=DIGEST_PATTERN)

@@ -25,6 +25,7 @@ from d2lib.errors import Refused
 from d2lib.files import Record, canonical_json, fsync_folder, parse_json, sha256_bytes, write_json
 from d2lib.gates.gate import digest_field, validated
 from d2lib.gates.request import RequestScore, anchors_digest
+from d2lib.strict import differences
 
 if TYPE_CHECKING:
     from d2lib.data.k2 import K2File
@@ -227,7 +228,7 @@ class Journal:
         found = self._read(_CONTRACT)
         wanted = self.contract.model_dump()
         if found != wanted:
-            fields = list(differing(wanted, found))
+            fields = [name for name, _, _ in differences(wanted, found)]
             raise Refused(
                 "a journal was begun under another contract",
                 expected="a byte-identical contract",
@@ -283,16 +284,3 @@ class Journal:
         if data != canonical_json(value) + b"\n":
             raise Refused("a journal's file is not canonical", where=path)
         return value
-
-
-def differing(first: Any, second: Any, path: str = "") -> Iterator[str]:
-    """Dotted names of the fields in which two JSON values differ, in order."""
-    if isinstance(first, dict) and isinstance(second, dict):
-        for key in sorted(first.keys() | second.keys()):
-            name = f"{path}.{key}" if path else key
-            if key not in first or key not in second:
-                yield name
-            else:
-                yield from differing(first[key], second[key], name)
-    elif first != second:
-        yield path or "(all)"

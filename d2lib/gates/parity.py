@@ -7,7 +7,7 @@ with the margin by which the reference prefers its own token. Anything beyond ro
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -107,9 +107,8 @@ def _disagreement(
     drafter: BatchedReference, round: Round, request: str, live: list[int], again: list[int]
 ) -> Disagreement:
     slot = next(place for place in range(DRAFTS) if live[place] != again[place])
-    previous = round.anchor_token if slot == 0 else again[slot - 1]
-    reference = drafter.reference
-    hidden = reference.forward(round).hidden[slot : slot + 1]
-    logits = (reference.base_logits(hidden) + reference.markov_bias(torch.tensor([previous])))[0]
+    previous = round.previous.clone()
+    previous[1 : slot + 1] = torch.tensor(again[:slot], dtype=previous.dtype)
+    logits = drafter.reference.forward(replace(round, previous=previous)).logits[slot]
     margin = float((logits[again[slot]] - logits[live[slot]]) / logits.abs().max())
     return Disagreement(request, round.anchor, slot, live[slot], again[slot], margin)

@@ -80,9 +80,9 @@ class Scorer:
 
     def __init__(self, arms: Mapping[str, Reference], probe: BlockBatch) -> None:
         first = next(iter(arms.values()))
-        self.head = first.weights["head.weight"]
+        self.head = first.head
         for name, arm in arms.items():
-            if arm.config != first.config or not torch.equal(arm.weights["head.weight"], self.head):
+            if arm.config != first.config or not torch.equal(arm.head, self.head):
                 raise Refused("drafters that are compared must share their target and configuration", found=name)
         self.block_size = first.config.block_size
         probe = probe.to(self.head.device)

@@ -28,7 +28,7 @@ from d2lib.data.blocks import D2Blocks
 from d2lib.data.k2 import K2File, K2Header, K2Round, write_k2
 from d2lib.data.manifest import FileEntry, Manifest, SequenceEntry, Split
 from d2lib.data.sidecar import Sidecar, write_sidecar
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.config import AnyDrafterConfig
 from d2lib.drafter.weights import initialize, load_weights, save_weights, write_tensors
 from d2lib.errors import Interrupted, Refused
 from d2lib.files import Record, canonical_json, sha256_file, write_json
@@ -78,7 +78,7 @@ class CaptureProfile(Record):
     """Folder of prompt files for a Hugging Face target (see d2lib.lab.prompt_files); relative to the run root."""
     least_rows: int | None = None
     """Rows of a Hugging Face target's sequence at least; where the answer ends sooner, its end is not drawn."""
-    drafter: DrafterConfig
+    drafter: AnyDrafterConfig
     pretraining: PretrainingConfig
     pretraining_sequences: int = Field(gt=0)
     """Sampled general sequences that the native drafter learns from."""

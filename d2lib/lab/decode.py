@@ -18,6 +18,7 @@ from torch import Tensor
 
 from d2lib.data.k2 import DRAFTS, K2Round
 from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DeepseekConfig
 from d2lib.errors import Interrupted, Refused
 
 Floats = NDArray[np.float32]
@@ -55,7 +56,7 @@ class LiveDrafter:
         streams: how many requests.
     """
 
-    def __init__(self, config: DrafterConfig, weights: Mapping[str, Tensor], streams: int) -> None:
+    def __init__(self, config: DeepseekConfig, weights: Mapping[str, Tensor], streams: int) -> None:
         if config.kv_quant != "off":
             raise Refused("the live loop keeps full key-value rows", expected="kv_quant: off", found=config.kv_quant)
         self.config = config
@@ -226,6 +227,8 @@ def decode_live(
         progress: called with the rounds done since the last call.
         stop: asked before every step; when it says yes, Interrupted is raised.
     """
+    if not isinstance(config, DeepseekConfig):
+        raise Refused("no live decode loop for this family of drafters", found=config.family)
     drafter = LiveDrafter(config, weights, len(streams))
     for number, stream in enumerate(streams):
         drafter.push(number, 0, stream.taps[: stream.anchor])

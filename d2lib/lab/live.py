@@ -26,6 +26,7 @@ from d2lib.data.k2 import leading_matches
 from d2lib.data.manifest import FileEntry, Manifest, SequenceEntry, Split
 from d2lib.data.sidecar import Sidecar, write_sidecar
 from d2lib.drafter.batch import Round
+from d2lib.drafter.family import reference_drafter
 from d2lib.drafter.reference import Reference
 from d2lib.errors import Interrupted, Refused
 from d2lib.gates.evaluate import PROBE_ROUNDS
@@ -207,7 +208,7 @@ def decode_speculative(
     target together; commit the leading drafts that are what the target says, and one token of its own; forget the rows
     of the others. Arguments as `decode_alone`.
     """
-    slots, window = drafter.config.block_size, drafter.config.window
+    slots = drafter.config.block_size
     cache, tokens = target.cache(1, rows + slots), context.tolist()
     output = target(context.unsqueeze(0), cache)
     taps = output.taps[0].bfloat16()
@@ -217,7 +218,7 @@ def decode_speculative(
     while len(tokens) < rows and tokens[-1] not in stop_tokens:
         _ask(stop)
         anchor = len(tokens) - 1
-        first = max(0, anchor - window)
+        first = anchor - drafter.config.context_rows(anchor)
         seen = _unknown_round(taps[first:anchor], torch.arange(first, anchor), anchor, tokens[anchor], slots)
         drafts = drafter.draft(seen).tolist()
         output = target(torch.tensor([[tokens[anchor], *drafts]]), cache)
@@ -299,7 +300,7 @@ def live_check(
         )
     found, notes = [], []
     for arm, adapter in arms.items():
-        drafter = Reference(assembly.config, assembly.weights, adapter)
+        drafter = reference_drafter(assembly.config, assembly.weights, adapter)
         decoded = {
             entry.id: decode_speculative(
                 target,

@@ -15,8 +15,8 @@ from d2lib.admission.source import snapshot_source
 from d2lib.data.assembly import Assembly
 from d2lib.data.manifest import Split
 from d2lib.data.sample import SAMPLED, frozen_sample
+from d2lib.drafter.family import reference_drafter
 from d2lib.drafter.lora import save_adapter
-from d2lib.drafter.reference import Reference
 from d2lib.files import sha256_file, write_json
 from d2lib.gates.evaluate import PROBE_ROUNDS
 from d2lib.gates.pilot import PilotAdapters, PilotScores, PilotVerdict, judge_pilot
@@ -99,8 +99,8 @@ def run_pilot(
         populations[split] = (file.sha256, file.population(assembly.manifest, split))
     sample = frozen_sample(namespace, populations, sample_size)
     drafters = {
-        "baseline": Reference(assembly.config, assembly.weights),
-        **{name: Reference(assembly.config, assembly.weights, arm.adapter) for name, arm in arms.items()},
+        "baseline": reference_drafter(assembly.config, assembly.weights),
+        **{name: reference_drafter(assembly.config, assembly.weights, arm.adapter) for name, arm in arms.items()},
     }
     request, anchors = next(iter(populations["dev"][1].items()))
     scorer = Scorer(drafters, assembly.blocks("dev").rounds_batch(request, anchors[:PROBE_ROUNDS]))

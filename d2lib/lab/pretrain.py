@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +21,7 @@ from torch.nn import functional as F
 
 from d2lib.data.blocks import D2Blocks
 from d2lib.drafter.batch import BlockBatch
+from d2lib.drafter.family import family_of, fast_drafter
 from d2lib.drafter.fast import FastDrafter
 from d2lib.drafter.objectives import Objective, deepspec_mixture, kl
 from d2lib.drafter.weights import Weights
@@ -29,10 +29,7 @@ from d2lib.errors import Interrupted
 from d2lib.files import Record
 from d2lib.lab.training import adamw_and_muon, warmup_cosine
 
-_FROZEN = ("embed.weight", "head.weight")
 _OBJECTIVES = {"mixture": deepspec_mixture, "KL": kl}
-_PROJECTION = re.compile(r"\.(main_proj|w[a-z0-9_]+)\.weight$")
-"""main_proj, wq_a, wq_b, wkv, wo_a, wo_b and the experts' w1, w2, w3: neither routers nor tables nor mixes."""
 _SAVE_SECONDS = 60.0
 
 
@@ -74,10 +71,12 @@ def pretrain(
         boundary: a file in which the state is kept every `_SAVE_SECONDS` and when stopped; where it exists, training
             goes on from it, to the same bits as without the interruption.
     """
-    trained = {name: value.clone().requires_grad_(name not in _FROZEN) for name, value in weights.items()}
+    family = family_of(blocks.config)
+    frozen = (family.embed, family.head)
+    trained = {name: value.clone().requires_grad_(name not in frozen) for name, value in weights.items()}
     free = [value for value in trained.values() if value.requires_grad]
-    optimizers = _optimizers(trained, config)
-    drafter = FastDrafter(blocks.config, trained)
+    optimizers = _optimizers(trained, config, family.projections(blocks.config))
+    drafter = fast_drafter(blocks.config, trained)
     first, saved = 0, time.monotonic()
     if boundary is not None and boundary.exists():
         first = _restore(boundary, trained, list(optimizers), generator)
@@ -105,12 +104,14 @@ def pretrain(
     return {name: value.detach() for name, value in trained.items()}
 
 
-def _optimizers(trained: Weights, config: PretrainingConfig) -> dict[torch.optim.Optimizer, float]:
+def _optimizers(
+    trained: Weights, config: PretrainingConfig, projections: Collection[str]
+) -> dict[torch.optim.Optimizer, float]:
     """Optimizer → its peak learning rate."""
     matrices, others = list[Tensor](), list[Tensor]()
     for name, value in trained.items():
         if value.requires_grad:
-            (matrices if config.muon_lr and _PROJECTION.search(name) else others).append(value)
+            (matrices if config.muon_lr and name in projections else others).append(value)
     return adamw_and_muon(others, config.lr, matrices, config.muon_lr, decay=config.weight_decay, beta2=0.999)
 
 
@@ -120,7 +121,7 @@ def _keep(
     """Replace the boundary by the state before this update, in one step."""
     state = {
         "update": update,
-        "weights": {name: value.detach() for name, value in trained.items() if name not in _FROZEN},
+        "weights": {name: value.detach() for name, value in trained.items() if value.requires_grad},
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "generator": generator.get_state(),
     }
@@ -144,16 +145,19 @@ def _restore(
 
 
 def native_loss(drafter: FastDrafter, batch: BlockBatch, objective: Objective = deepspec_mixture) -> Tensor:
-    """Mean over blocks of the objective, plus the mean over valid slots of the confidence's cross-entropy."""
+    """Mean over blocks of the objective, plus the mean over valid slots of the confidence's cross-entropy, if any."""
     hidden = drafter.hidden(batch)
     measured = drafter.head_loss(hidden, batch, objective)
-    confidence = F.binary_cross_entropy_with_logits(
-        drafter.confidence(hidden, batch.previous),
+    confidence = drafter.confidence(hidden, batch.previous)
+    if confidence is None:
+        return measured.loss
+    cost = F.binary_cross_entropy_with_logits(
+        confidence,
         measured.alpha.clamp(0, 1),
         weight=batch.valid.float(),
         reduction="sum",
     )
-    return measured.loss + confidence / batch.valid.sum()
+    return measured.loss + cost / batch.valid.sum()
 
 
 def _draw(blocks: D2Blocks, config: PretrainingConfig, generator: torch.Generator) -> Tensor:

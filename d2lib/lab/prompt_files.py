@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 import torch
-import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 
-from d2lib.data.manifest import refused_field
 from d2lib.errors import Refused
 from d2lib.files import Record, sha256_file
 from d2lib.lab.corpus import Kind, SourceFile
 from d2lib.lab.prompts import PRETRAINING, Group, Prompt
+from d2lib.strict import malformed, read_text, read_yaml
 
 PREAMBLE = "preamble.txt"
 T = TypeVar("T")
@@ -107,7 +106,7 @@ def draw_prompt_files(
     Raises Refused as `read_prompts` and `Contexts`.
     """
     files = read_prompts(folder, counts)
-    text = _read(folder / PREAMBLE).strip()
+    text = read_text(folder / PREAMBLE, what="a prompt file").strip()
     contexts: dict[Kind, Contexts] = {}
     prompts: dict[Group, list[Prompt]] = {group: [] for group in counts}
     for group, wanted in counts.items():
@@ -132,18 +131,9 @@ def draw_prompt_files(
 def _parse(path: Path, validate: Callable[[Any], T], what: str) -> T:
     """A YAML file, validated; raises Refused when it cannot be read, is not YAML or is malformed."""
     try:
-        return validate(yaml.safe_load(_read(path)))
-    except yaml.YAMLError as error:
-        raise Refused(f"{what} is not YAML", found=" ".join(str(error).split())[:200], where=path) from None
+        return validate(read_yaml(path, what="a prompt file"))
     except ValidationError as error:
-        raise refused_field(f"{what} is malformed", error, path) from None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise Refused("a prompt file cannot be read", found=error.strerror, where=path) from None
+        raise malformed(f"{what} is malformed", error, path) from None
 
 
 class Contexts:

@@ -16,7 +16,7 @@ from torch import Tensor
 from d2lib.drafter.batch import BlockBatch
 from d2lib.drafter.batched import BatchedReference
 from d2lib.drafter.config import DrafterConfig
-from d2lib.drafter.fast import FastDrafter
+from d2lib.drafter.family import fast_drafter
 from d2lib.drafter.head_loss import HeadLoss
 from d2lib.drafter.lora import Adapter
 from d2lib.drafter.objectives import OBJECTIVES, SlotStatistics
@@ -47,7 +47,7 @@ class FastArm:
         precision: Precision = "fp32",
     ) -> None:
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        self.drafter = FastDrafter(config, weights, adapter, dtype)
+        self.drafter = fast_drafter(config, weights, adapter, dtype)
         self.objective = OBJECTIVES[recipe.objective]
 
     def accumulate(self, batch: BlockBatch) -> HeadLoss:
@@ -71,7 +71,7 @@ class ReferenceArm:
         if precision != "fp32":
             raise Refused("the reference computes in fp32 only", expected="fp32", found=precision)
         self.drafter = BatchedReference(config, weights, adapter)
-        self.head = weights["head.weight"]
+        self.head = self.drafter.reference.head
         self.objective = OBJECTIVES[recipe.objective]
 
     def accumulate(self, batch: BlockBatch) -> HeadLoss:

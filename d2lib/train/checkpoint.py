@@ -28,6 +28,7 @@ from torch import Tensor
 from d2lib.drafter.lora import initialization_sha256 as tensors_sha256
 from d2lib.errors import Refused, Unexpected
 from d2lib.files import Record, canonical_json, parse_json, sha256_bytes, write_exclusive
+from d2lib.strict import first_problem
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's state of every adapter tensor; its step count is the update."""
@@ -231,9 +232,8 @@ def _read(path: Path) -> tuple[Header, dict[str, Tensor]]:
     try:
         header = Header.model_validate(parse_json(value["header"], where=path))
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise _damaged(path, f"has a wrong {field}", first["msg"]) from None
+        field, expected, _ = first_problem(error)
+        raise _damaged(path, f"has a wrong {field}", expected) from None
     if header.tensors != str(tensors_sha256(value["tensors"])):
         raise _damaged(path, "has tensors that differ from their digest", None)
     return header, value["tensors"]

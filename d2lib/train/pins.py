@@ -9,12 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from d2lib.data.manifest import SPLITS, Digest, Manifest, Split, refused_field
+from d2lib.data.manifest import SPLITS, Digest, Manifest, Split
 from d2lib.errors import Refused
 from d2lib.files import Record, canonical_json, inside
+from d2lib.strict import read_yaml
 from d2lib.train.recipe import Objective, Recipe
 from d2lib.train.schedule import total_updates
 
@@ -79,14 +79,7 @@ class Pins(Record):
 
 def read_pins(path: Path) -> Pins:
     """Pins from a YAML file; raises Refused when it cannot be read or a field is missing, unknown or wrong."""
-    try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise Refused("the pins cannot be read", found=" ".join(str(error).split())[:200], where=path) from None
-    try:
-        return Pins.model_validate(value)
-    except ValidationError as error:
-        raise refused_field("the pins are malformed", error, path) from None
+    return Pins.parse(read_yaml(path, what="the pins"), path, message="the pins are malformed")
 
 
 def source_commit(source: Path) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from d2lib.errors import Refused
 from d2lib.files import Hashed, Record, canonical_json, sha256_bytes
@@ -122,14 +122,5 @@ def from_receipt(receipt: Mapping[str, Any], *, where: object = None) -> Recipe:
 
 
 def _parse(recipe: dict[str, Any], where: object) -> Recipe:
-    try:
-        return Recipe.model_validate(recipe)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(("recipe", *(str(part) for part in first["loc"])))
-        raise Refused(
-            "not a known recipe",
-            expected=first["msg"].removeprefix("Value error, "),
-            found=first["input"] if first["loc"] else None,
-            where=field if where is None else f"{where}: {field}",
-        ) from None
+    place = "recipe" if where is None else f"{where}: recipe"
+    return Recipe.parse(recipe, place, message="not a known recipe")

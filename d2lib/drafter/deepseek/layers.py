@@ -18,12 +18,6 @@ _AMAX_FLOOR = 1e-4
 _QUANT_GROUP = 64
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / sqrt(mean x² + eps) · weight over the last axis (Zhang and Sennrich, arXiv 1910.07467)."""
-    normed = x / torch.sqrt(fold(x * x, keepdim=True) / x.shape[-1] + eps)
-    return normed if weight is None else normed * weight
-
-
 class Mixes(NamedTuple):
     """What a motion reads and writes its streams with: pre [N, hc], post [N, hc], comb [N, source, destination]."""
 
@@ -93,7 +87,7 @@ def quantize_kv(kv: Tensor, rope_head_dim: int) -> Tensor:
     gradient passes straight through.
     """
     plain, turning = kv[..., :-rope_head_dim], kv[..., -rope_head_dim:]
-    groups = plain.detach().reshape(*plain.shape[:-1], -1, _QUANT_GROUP)
+    groups = plain.detach().reshape(*plain.shape[:-1], plain.shape[-1] // _QUANT_GROUP, _QUANT_GROUP)
     mantissa, exponent = torch.frexp(groups.abs().amax(-1, keepdim=True).clamp(min=_AMAX_FLOOR) / _E4M3_MAX)
     scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
     stored = (groups / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).float()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DeepseekConfig
 
 
-def rotary_angles(positions: Tensor, config: DrafterConfig) -> tuple[Tensor, Tensor]:
+def rotary_angles(positions: Tensor, config: DeepseekConfig) -> tuple[Tensor, Tensor]:
     """Cosine and sine, [..., rope_head_dim / 2] fp32, of positions [...] int64; the angles are computed in fp64."""
     pairs = torch.arange(0, config.rope_head_dim, 2, dtype=torch.float64, device=positions.device)
     frequency = config.rope_theta ** (-pairs / config.rope_head_dim)

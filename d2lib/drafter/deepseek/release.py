@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.deepseek.config import DeepseekConfig
 from d2lib.drafter.weights import Weights, check_weights, expected_shapes
 from d2lib.errors import Refused
 from d2lib.files import inside, read_json
@@ -53,7 +53,7 @@ FORMS: dict[Form, ReleaseForm] = {
 }
 
 
-def read_release(folder: Path, config: DrafterConfig, form: Form) -> Weights:
+def read_release(folder: Path, config: DeepseekConfig, form: Form) -> Weights:
     """The drafter of a release, in fp32 under our names.
 
     Goes shard by shard and tensor by tensor: beyond the result, one stored tensor and its decoding are in memory, and

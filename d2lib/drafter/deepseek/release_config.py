@@ -1,7 +1,7 @@
-"""A released checkpoint's config.json as a DrafterConfig, and the model family that it says it is.
+"""A released checkpoint's config.json as a DeepseekConfig, and the model family that it says it is.
 
 The release names its fields as the serving stacks do (`hidden_size`, `dspark_block_size`), its reference inference code
-names them as DrafterConfig does (`dim`); both are read. The drafter's own field wins over the target's: V4.1's target
+names them as DeepseekConfig does (`dim`); both are read. The drafter's own field wins over the target's: V4.1's target
 has 384 routed experts, its drafter 128.
 """
 
@@ -13,7 +13,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from d2lib.drafter.config import DrafterConfig, parse_config
-from d2lib.drafter.release import FORMS, Form
+from d2lib.drafter.deepseek.config import DeepseekConfig
+from d2lib.drafter.deepseek.release import FORMS, Form
 from d2lib.errors import Refused
 from d2lib.files import read_json
 
@@ -54,10 +55,10 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "rope_theta": ("rope_theta",),
     "markov_rank": ("dspark_markov_rank", "markov_rank"),
 }
-"""DrafterConfig's field → the release's names for it, the first that is there wins."""
+"""DeepseekConfig's field → the release's names for it, the first that is there wins."""
 
 _OPTIONAL = frozenset({"n_shared", "score", "norm_topk_prob"})
-"""What a release may leave unsaid: DrafterConfig knows one value, or the one that all releases have."""
+"""What a release may leave unsaid: DeepseekConfig knows one value, or the one that all releases have."""
 
 _FAMILY: dict[Form, dict[str, Any]] = {
     "deepseek_v41": {"hc_form": "single_pass", "q_head_norm": False},
@@ -113,7 +114,7 @@ def known_form(name: object, where: object = None) -> Form:
     )
 
 
-def _config(fields: dict[str, Any], form: Form, path: Path) -> DrafterConfig:
+def _config(fields: dict[str, Any], form: Form, path: Path) -> DeepseekConfig:
     ours: dict[str, Any] = dict(_FAMILY[form])
     for name, names in _NAMES.items():
         there = next((theirs for theirs in names if theirs in fields), None)
@@ -126,7 +127,7 @@ def _config(fields: dict[str, Any], form: Form, path: Path) -> DrafterConfig:
                 "the release's configuration lacks a field of the drafter", expected=" or ".join(names), where=path
             )
     try:
-        return DrafterConfig.model_validate(ours)
+        return DeepseekConfig.model_validate(ours)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else ""

@@ -1,0 +1,86 @@
+"""A drafter family as the rest of the library sees it, and the table of those that there are.
+
+A family is one folder with its arithmetic and one line in `FAMILIES`. What stands above `d2lib.drafter` asks here, by
+a drafter's configuration, and knows no family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from d2lib.errors import Refused
+
+if TYPE_CHECKING:
+    from d2lib.drafter.config import DrafterConfig
+    from d2lib.drafter.fast import FastDrafter
+    from d2lib.drafter.reference import Reference
+
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
+
+FAMILIES: dict[str, str] = {
+    "deepseek": "d2lib.drafter.deepseek",
+    "dense": "d2lib.drafter.dense",
+}
+"""What `drafter.json` calls a family → the package whose `FAMILY` it is, imported when first asked for."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Everything that a family is asked for. Functions take its own configuration first.
+
+    config: the record of its sizes; says how many context rows a round sees.
+    embed, head: names of the target's token embedding and LM head among the weights.
+    shapes: every tensor's name with its shape, those two included; linear weights are [out, in].
+    fresh: (config, name, shape, generator) → a new tensor of a drafter that is to be trained.
+    lora_targets: names of the adapted modules; `NAME.weight` is theirs.
+    projections: names of the weights that are projections, which Muon can train: neither tables nor norms.
+    reference, fast: REF, and the training path.
+    """
+
+    config: type[DrafterConfig]
+    embed: str
+    head: str
+    shapes: Callable[[Any], Shapes]
+    fresh: Callable[[Any, str, tuple[int, ...], torch.Generator], Tensor]
+    lora_targets: Callable[[Any], list[str]]
+    projections: Callable[[Any], list[str]]
+    reference: type[Reference]
+    fast: type[FastDrafter]
+
+
+def family_named(name: object, *, where: object = None) -> Family:
+    """The family of that name; raises Refused for one that is not in the table."""
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise Refused("no such family of drafters", expected=" or ".join(FAMILIES), found=name, where=where)
+    family = import_module(FAMILIES[name]).FAMILY
+    if not isinstance(family, Family):
+        raise TypeError(f"{FAMILIES[name]}.FAMILY is no Family")
+    return family
+
+
+def family_of(config: DrafterConfig) -> Family:
+    """The family of a drafter."""
+    return family_named(config.family)
+
+
+def reference_drafter(
+    config: DrafterConfig, weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor] | None = None
+) -> Reference:
+    """REF of a drafter; arguments as `Reference`."""
+    return family_of(config).reference(config, weights, adapter)
+
+
+def fast_drafter(
+    config: DrafterConfig,
+    weights: Mapping[str, Tensor],
+    adapter: Mapping[str, Tensor] | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> FastDrafter:
+    """FAST of a drafter; arguments as `FastDrafter`."""
+    return family_of(config).fast(config, weights, adapter, compute_dtype)
