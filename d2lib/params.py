@@ -119,8 +119,6 @@ class StageParams(PhaseParams):
     k2_dev: str
     k2_legal: str
     k2_general: str
-    profile: str
-    """The coordinator's profile, a path inside the source."""
 
 
 class TrainParams(AssemblyParams):

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,17 @@ def run_foreground(plan: Plan, phase: Foreground) -> ExitStatus:
             for taken, handler in handlers.items():
                 signal.signal(taken, handler)
     return judge(status, None, receipts / f"attempt-{attempt}" / RECEIPT)[0]
+
+
+def try_admission(plan: Plan) -> ExitStatus:
+    """Admission in a run root of its own that is removed afterwards: its refusals and its table are told, not kept."""
+    with tempfile.TemporaryDirectory(prefix="d2-trial-") as folder:
+        trial = replace(plan, paths=replace(plan.paths, output=Path(folder, plan.paths.namespace)))
+        status = run_foreground(trial, "admission")
+        found = done_receipt(trial.paths.output, "admission")
+        if found is not None:
+            print(f"admitted: {(found[1].result or {}).get('held')} checks hold")
+        return status
 
 
 def admitted(plan: Plan, inputs: Mapping[str, Any]) -> Admitted:

@@ -25,6 +25,8 @@ Phase = Literal["stage", "full-train", "full-g2", "finish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 Foreground = Literal["admission", "stage"]
 SUFFIX = "-full"
+PROFILE = "params/dsv41/coordinator.yaml"
+"""The coordinator's profile of a commit, by its path in it. What is recorded or started goes by it and by no other."""
 K2_FLAGS: dict[Split, str] = {"dev": "k2_dev", "heldout_legal": "k2_legal", "heldout_general": "k2_general"}
 """Split → the flag that names its live trajectory."""
 INPUTS = ("assembly", "pilot_source", "pilot_receipt", "g1", *K2_FLAGS.values())
@@ -322,7 +324,7 @@ def job_parameters(plan: Plan, job: Job | Foreground, *, resume: bool = False) -
         return run | data | pilot | profile.admission.model_dump(mode="json") | known
     if job == "stage":
         places = {name: str(getattr(paths, name)) for name in ("source", "commit", "snapshot", *INPUTS)}
-        return run | places | {"profile": plan.profile_name}
+        return run | places
     spec = JOBS[job]
     shared = run | {"output": "."} | {name: path for name, path in known.items() if name == "policy"}
     if spec.notebook == "finish":

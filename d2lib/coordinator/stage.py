@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2lib.coordinator.admit import admitted, check_namespace, check_read
-from d2lib.coordinator.contract import INPUTS, Paths, Plan, absolute
+from d2lib.coordinator.contract import INPUTS, PROFILE, Paths, Plan, absolute
 from d2lib.coordinator.inputs import check_inputs_unchanged, record_inputs
 from d2lib.coordinator.profile import load_profile
 from d2lib.coordinator.receipts import check_output, done_receipt, product
@@ -154,12 +154,12 @@ def plan_of(params: StageParams, output: Path) -> Plan:
     """The plan that a stage notebook's parameters describe.
 
     Args:
-        params: paths, commit, and the profile's path inside the source.
+        params: paths and commit; the profile is the source's own.
         output: the run root of the full run.
     """
     places = {name: absolute(getattr(params, name)) for name in ("source", "snapshot", *INPUTS)}
     paths = Paths(commit=params.commit, output=output, **places)
-    return Plan(paths, load_profile(paths.source / params.profile), params.profile)
+    return Plan(paths, load_profile(paths.source / PROFILE), PROFILE)
 
 
 def check_recorded(plan: Plan) -> str:

@@ -49,14 +49,13 @@ def evaluate_split(
         progress: called with the rounds done since the last call.
 
     Raises:
-        Refused: the split is scored already, or the journal was begun under other identities.
+        Refused: the split is scored already, or the journal was begun under other identities or on another machine.
         Interrupted: stopped on request; completed requests are kept.
     """
     final = out / f"{split}.json"
     if final.exists():
         raise Refused("this split is scored and is never scored again", where=final)
     k2 = assembly.k2(split)
-    contract = Contract.from_k2(k2, assembly.manifest, split, identities)
     population = k2.population(assembly.manifest, split)
     blocks = assembly.blocks(split)
     first = next(iter(population))
@@ -68,6 +67,7 @@ def evaluate_split(
         },
         blocks.rounds_batch(first, population[first][:PROBE_ROUNDS]),
     )
+    contract = Contract.from_k2(k2, assembly.manifest, split, identities, scorer.computation)
     with Journal.open(out / f"{split}.requests", contract) as journal:
         reused = len(journal.completed)
         scores = score_population(scorer, blocks, population, journal, stop=stop, progress=progress)
