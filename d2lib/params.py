@@ -8,15 +8,15 @@ pilot and from nowhere else.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from d2lib.admission.drawn import RESCORED_ROUNDS
-from d2lib.admission.records import PilotDemands
 from d2lib.files import Record
 
 Split = Literal["dev", "heldout_legal", "heldout_general"]
+RESCORED_ROUNDS = 459
+"""ceil(ln 0.01 / ln 0.99): so many drawn rounds hold an invented score with 99% when 1% of all rounds have one."""
 
 
 class PhaseParams(Record):
@@ -79,6 +79,25 @@ class CostSheetParams(PhaseParams):
     """Folder of the pilot whose measured rates replace the historical ones."""
     assembly: str | None = None
     """The assembly whose counts are used."""
+
+
+class PilotDemands(Record):
+    """What a profile asks of its pilot. Admission compares the pilot with this, not with what the pilot says of itself.
+
+    sequences: split → its requests, all four splits.
+    """
+
+    presented_blocks: int = Field(ge=1)
+    """Each arm presents so many, rounded up to whole updates."""
+    sample_size: int = Field(ge=1)
+    """Rounds of each sampled split."""
+    sequences: dict[Literal["train", Split], int]
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if set(self.sequences) != {"train", *get_args(Split)}:
+            raise ValueError(f"sequences must name train, {', '.join(get_args(Split))}")
+        return self
 
 
 class AdmissionParams(AssemblyParams):

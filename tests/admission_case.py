@@ -20,7 +20,7 @@ from tiny import tiny_config, tiny_weights
 from d2lib.admission.admit import Admission, run_admission
 from d2lib.admission.case import AdmissionInputs, ArmName
 from d2lib.admission.recompute import recompute_verdict
-from d2lib.admission.records import SCORED, PilotDemands
+from d2lib.admission.records import SCORED
 from d2lib.admission.source import SOURCE_MAP, numerical_files, snapshot_source
 from d2lib.data.assembly import Assembly
 from d2lib.data.blocks import D2Blocks
@@ -36,6 +36,7 @@ from d2lib.drafter.weights import save_weights
 from d2lib.files import canonical_json, digest_tree, record_file, record_tree, sha256_file
 from d2lib.gates.pilot import PilotScores, judge_pilot
 from d2lib.gates.scoring import Scorer
+from d2lib.params import PilotDemands
 from d2lib.train import checkpoint
 from d2lib.train.loop import train
 from d2lib.train.recipe import to_qualify

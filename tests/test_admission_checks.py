@@ -33,7 +33,7 @@ from d2lib.admission.admit import Admission, run_admission
 from d2lib.admission.again import may_accept
 from d2lib.admission.case import AdmissionInputs
 from d2lib.admission.checks import CHECKS
-from d2lib.admission.drawn import RESCORED_ROUNDS, detection
+from d2lib.admission.drawn import detection
 from d2lib.admission.records import SCORED
 from d2lib.data.assembly import Assembly
 from d2lib.data.blocks import D2Blocks
@@ -43,6 +43,7 @@ from d2lib.data.manifest import Manifest
 from d2lib.drafter.lora import save_adapter
 from d2lib.errors import ExitStatus, Refused
 from d2lib.files import canonical_json, sha256_file, write_json
+from d2lib.params import RESCORED_ROUNDS
 from d2lib.train import checkpoint
 from d2lib.train.full import Admitted
 from d2lib.train.recipe import Recipe

@@ -10,9 +10,9 @@ from typing import Any, Generic, Literal, TypeVar, cast, get_args
 import torch
 from safetensors import SafetensorError, safe_open
 
-from d2lib.admission.drawn import RESCORED_ROUNDS, draw, fresh_seed
+from d2lib.admission.drawn import draw, fresh_seed
 from d2lib.admission.recompute import recompute_verdict
-from d2lib.admission.records import G1Receipt, PilotDemands, PilotReceipt, load_record, parse_record
+from d2lib.admission.records import G1Receipt, PilotReceipt, load_record, parse_record
 from d2lib.admission.source import MappedFile, check_source
 from d2lib.data.assembly import Assembly, k2_file
 from d2lib.data.check import CheckRow
@@ -26,6 +26,7 @@ from d2lib.errors import Refused
 from d2lib.files import Hashed, inside, read_json, sha256_file
 from d2lib.gates.journal import ScoredSplit
 from d2lib.gates.pilot import PilotScores, load_scores
+from d2lib.params import RESCORED_ROUNDS, PilotDemands
 from d2lib.train.loop import TrainResult, finished
 from d2lib.train.pins import Pins, read_pins
 from d2lib.train.recipe import Recipe, from_receipt

@@ -15,13 +15,6 @@ from d2lib.files import canonical_json
 
 T = TypeVar("T")
 
-INVENTED = 0.01
-"""The share of invented scores that is to be found."""
-FOUND = 0.99
-"""With this probability."""
-RESCORED_ROUNDS = math.ceil(math.log(1 - FOUND) / math.log(1 - INVENTED))
-"""So many rounds are enough for that in a population of any size: 459."""
-
 
 def fresh_seed() -> str:
     """32 random bytes in hex, other ones at every admission."""
@@ -44,7 +37,7 @@ def draw(seed: str, purpose: str, items: Sequence[T], count: int) -> list[T]:
     return [items[place] for place in sorted(sorted(range(len(items)), key=rank)[:count])]
 
 
-def detection(population: int, drawn: int, share: float = INVENTED) -> float:
+def detection(population: int, drawn: int, share: float = 0.01) -> float:
     """The probability that `drawn` of `population` items, without replacement, hold at least one of the bad ones.
 
     The bad ones are `share` of the population, rounded up (hypergeometric distribution).

@@ -7,12 +7,12 @@ what they say.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import Field, model_validator
 
 from d2lib.data.check import CheckRow
-from d2lib.data.manifest import SPLITS, Digest, Split
+from d2lib.data.manifest import Digest
 from d2lib.data.sample import FrozenSample
 from d2lib.files import Hashed, Record, read_json, write_json
 from d2lib.gates.journal import ScoredSplit
@@ -20,25 +20,6 @@ from d2lib.gates.journal import ScoredSplit
 SCORED: tuple[ScoredSplit, ...] = get_args(ScoredSplit)
 
 Kind = TypeVar("Kind", bound=Record)
-
-
-class PilotDemands(Record):
-    """What a profile asks of its pilot. Admission compares the pilot with this, not with what the pilot says of itself.
-
-    sequences: split → its requests, all four splits.
-    """
-
-    presented_blocks: int = Field(ge=1)
-    """Each arm presents so many, rounded up to whole updates."""
-    sample_size: int = Field(ge=1)
-    """Rounds of each sampled split."""
-    sequences: dict[Split, int]
-
-    @model_validator(mode="after")
-    def _whole(self) -> Self:
-        if set(self.sequences) != set(SPLITS):
-            raise ValueError(f"sequences must name {', '.join(SPLITS)}")
-        return self
 
 
 class Replay(Record):

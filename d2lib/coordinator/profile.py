@@ -8,9 +8,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from d2lib.admission.drawn import RESCORED_ROUNDS
-from d2lib.admission.records import PilotDemands
 from d2lib.files import Record
+from d2lib.params import RESCORED_ROUNDS, PilotDemands
 from d2lib.strict import read_yaml
 
 Job = Literal["full-fast", "g2-dev", "g2-legal", "g2-general", "g2-finish"]

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,16 +16,16 @@ from typing import Any
 
 import yaml
 
-from d2lib.admission.records import PilotDemands
 from d2lib.coordinator import sessions
 from d2lib.coordinator.children import clean_environment, run
 from d2lib.coordinator.contract import JOBS, K2_FLAGS, PROFILE, SUFFIX, Paths, Plan, git_command
 from d2lib.coordinator.lease import lock_path, read_holder
 from d2lib.coordinator.profile import Job, load_profile
 from d2lib.coordinator.receipts import done_receipt
-from d2lib.data.manifest import Manifest
 from d2lib.errors import Refused, Unexpected
 from d2lib.evidence.environment import COORDINATOR
+from d2lib.files import read_json
+from d2lib.params import PilotDemands
 
 WHO = "drill/coordinator"
 LOGGER = "drill-powerlog"
@@ -152,11 +153,11 @@ def asked_of(pilot: Path) -> PilotDemands:
     found = done_receipt(pilot, "pilot")
     if found is None:
         raise Refused("the run has no pilot", expected="a receipt of pilot with status done", where=pilot)
-    counts = Manifest.load(pilot / "assembly" / "MANIFEST.json").counts()
+    sequences = read_json(pilot / "assembly" / "MANIFEST.json")["sequences"]
     return PilotDemands(
         presented_blocks=found[1].parameters["presented_blocks"],
         sample_size=found[1].parameters["sample_size"],
-        sequences={split: count.sequences for split, count in counts.splits.items()},
+        sequences=Counter(entry["split"] for entry in sequences),
     )
 
 

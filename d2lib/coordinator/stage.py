@@ -47,8 +47,6 @@ from d2lib.files import (
     write_json,
 )
 from d2lib.strict import differences
-from d2lib.train.pins import read_pins, source_commit
-from d2lib.train.recipe import from_receipt
 
 if TYPE_CHECKING:
     from d2lib.params import StageParams
@@ -134,6 +132,9 @@ def check_known(plan: Plan, content: Any) -> None:
     Raises:
         Refused: names the pin that differs, or the signature that is missing.
     """
+    from d2lib.train.pins import read_pins, source_commit  # when it is needed: the coordinator knows no arithmetic
+    from d2lib.train.recipe import from_receipt
+
     known = plan.known(plan.paths.source)
     if "pins" in known:
         pins, where = read_pins(Path(known["pins"])), Path(known["pins"])
