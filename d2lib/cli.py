@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from d2lib import __version__
-from d2lib.errors import D2Error, ExitStatus, Refused
+from d2lib.entry import run_command
+from d2lib.errors import ExitStatus
 
 Command = Callable[[argparse.Namespace], ExitStatus]
 
@@ -35,7 +36,8 @@ def _chain(options: argparse.Namespace) -> ExitStatus:
     from d2lib.chain import run_chain
     from d2lib.evidence.run import done_status, run_phase
 
-    return run_chain(options.profile, options.notebooks, run_phase, is_done=done_status)
+    status = run_chain(options.profile, options.notebooks, run_phase, is_done=done_status)
+    return ExitStatus.DONE if options.any_verdict and status is ExitStatus.VERDICT else status
 
 
 def _verify(options: argparse.Namespace) -> ExitStatus:
@@ -151,6 +153,9 @@ def parser() -> argparse.ArgumentParser:
     chain = add("chain", _chain, "run a profile's phases in order, going on where an earlier run stopped")
     chain.add_argument("profile", type=Path, help="folder with one YAML of parameters per phase, e.g. params/demo")
     chain.add_argument("--notebooks", type=Path, default=Path("notebooks"), help="where the phase notebooks are")
+    chain.add_argument(
+        "--any-verdict", action="store_true", help="exit with 0 on a verdict of FAIL or INCONCLUSIVE too"
+    )
 
     run = add("run", _run, "run one phase's notebook into its next receipt (short for papermill --engine d2)")
     run.add_argument("notebook", type=Path)
@@ -228,18 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = argparse.Namespace(command=_full, arguments=arguments[1:])
     else:
         options = parser().parse_args(arguments)
-    try:
-        return int(options.command(options))
-    except D2Error as error:
-        word = "refused" if isinstance(error, Refused) else type(error).__name__.lower()
-        print(f"d2: {word}: {error}", file=sys.stderr)
-        return int(error.exit_status)
-    except BrokenPipeError:
-        sys.stderr.close()
-        return int(ExitStatus.DONE)
-    except KeyboardInterrupt:
-        print("d2: interrupted", file=sys.stderr)
-        return int(ExitStatus.INTERRUPTED)
+    return run_command("d2", lambda: int(options.command(options)))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,17 @@ class ExitStatus(IntEnum):
     """Anything else."""
 
 
+def one_line(value: object) -> str:
+    """A text for one line of a terminal, a log or a page.
+
+    Line ends, escape sequences and what else is not printed (direction marks, halves of surrogate pairs) become their
+    backslash escapes: a file's name must not be able to write a line of its own.
+    """
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in str(value)
+    )
+
+
 class D2Error(Exception):
     """Base of the workbench's errors: what is wrong, and what to do about it.
 
@@ -59,7 +70,7 @@ class D2Error(Exception):
         ):
             if value is not None:
                 parts.append(f"{label}: {value}")
-        return "; ".join(parts)
+        return one_line("; ".join(parts))
 
 
 class Refused(D2Error):

@@ -12,6 +12,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,11 +167,23 @@ def canonical_json(value: Any) -> bytes:
         ) from None
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError of a call on an open descriptor (write, fsync) the file that it is about."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
 def fsync_folder(path: Path) -> None:
     """Make a folder's entries durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -181,11 +194,12 @@ def publish(working: Path, final: Path, *, mode: int = 0o444) -> None:
     The file's bytes and the folder's entry are durable on return; the working name is gone. Both must be on one file
     system. Raises Refused when the final name exists.
     """
-    with open(working, "rb") as stream:
+    with naming(final), open(working, "rb") as stream:
         os.fchmod(stream.fileno(), mode)
         os.fsync(stream.fileno())
     try:
-        os.link(working, final, follow_symlinks=False)
+        with naming(final):
+            os.link(working, final, follow_symlinks=False)
     except FileExistsError:
         raise Refused(
             "a file exists already and is never overwritten", where=final, remedy="use a new attempt or a new name"
@@ -199,9 +213,8 @@ def write_exclusive(path: Path, data: bytes, *, mode: int = 0o444) -> None:
     working = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
     descriptor = os.open(working, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        with os.fdopen(descriptor, "wb") as stream:
+        with naming(path), os.fdopen(descriptor, "wb") as stream:
             stream.write(data)
-            stream.flush()
         publish(working, path, mode=mode)
     finally:
         working.unlink(missing_ok=True)

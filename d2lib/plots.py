@@ -556,13 +556,16 @@ def _interval(gate: Row) -> str:
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str, kind: str = "d2-gates") -> str:
     """A table that scrolls inside its own box, also by keyboard; cells are HTML already."""
     label = html.escape(caption)
-    top = "".join(f'<th scope="col" style="text-align:left">{html.escape(name) or "state"}</th>' for name in head)
+    top = "".join(
+        f'<th scope="col" role="columnheader" style="text-align:left">{html.escape(name) or "state"}</th>'
+        for name in head
+    )
     body = "".join(
-        "<tr>"
+        '<tr role="row">'
         + "".join(
-            f'<th scope="row" style="text-align:left;font-weight:600">{cell}</th>'
+            f'<th scope="row" role="rowheader" style="text-align:left;font-weight:600">{cell}</th>'
             if column == 1
-            else f'<td style="text-align:left">{cell}</td>'
+            else f'<td role="cell" style="text-align:left">{cell}</td>'
             for column, cell in enumerate(row)
         )
         + "</tr>"
@@ -570,7 +573,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str, kin
     )
     return (
         f'<div class="d2-table {kind}" role="region" tabindex="0" aria-label="{label}" style="overflow-x:auto">'
-        f"<table><caption>{label}</caption><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
+        f'<table role="table"><caption>{label}</caption><thead role="rowgroup"><tr role="row">{top}</tr></thead>'
+        f'<tbody role="rowgroup">{body}</tbody></table></div>'
     )
 
 

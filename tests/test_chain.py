@@ -136,6 +136,30 @@ def test_the_cost_sheet_in_a_terminal_and_as_data(capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(
+    ("status", "plain", "any_verdict"),
+    [(0, 0, 0), (1, 1, 0), (2, 2, 2), (3, 3, 3), (4, 4, 4), (ZeroDivisionError("crash"), 4, 4)],
+)
+def test_a_verdict_is_a_finding_when_that_is_asked_for_and_a_crash_never(
+    status: int | Exception, plain: int, any_verdict: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*_: object, **__: object) -> ExitStatus:
+        if isinstance(status, Exception):
+            raise status
+        return ExitStatus(status)
+
+    monkeypatch.setattr("d2lib.chain.run_chain", ended)
+    assert main(["chain", "params/fixture"]) == plain
+    assert main(["chain", "params/fixture", "--any-verdict"]) == any_verdict
+
+
+def test_the_makefile_reads_no_exit_status() -> None:
+    """A crash of Python itself ends with 1 like a verdict: who wants any verdict must ask d2 for it."""
+    recipes = [line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("\t")]
+    assert not [line for line in recipes if "$$?" in line]
+    assert len([line for line in recipes if "chain" in line and "--any-verdict" in line]) == 2
+
+
 def test_verify_says_what_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = make_run(tmp_path / "runs" / "case")
     assert main(["verify", str(root)]) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 import yaml
 from coordinator_case import LIBRARY, PROFILE
 
-from d2lib.coordinator.command import main, parser, plan_of
+from d2lib.coordinator.command import main, parser, plan_of, resume_number
 from d2lib.coordinator.contract import JOBS, Plan, job_parameters
 from d2lib.coordinator.profile import Profile, load_profile
 from d2lib.errors import Refused
@@ -249,6 +251,7 @@ def test_missing_flag_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         ({"solos": {"slot-a": {"card": "GPU-240876ad"}, "slot-b": {}}}, "power_limit_watts is missing"),
         ({"solos": {"slot-a": {"card": "GPU-240876ad", "cpus": [0]}, "slot-b": {}}}, "a card and a CPU slot"),
         ({"solos": {"../a": {}, "slot-a": {}, "slot-b": {}}}, "letters, digits and dashes"),
+        ({"solos": {"slot-a": {"further_locks": ["pilot.lock"]}, "slot-b": {}}}, "absolute path, found .pilot.lock"),
         ({"memory_limit_gib": "much"}, r"the profile is wrong.*: memory_limit_gib$"),
         ({"grace_seconds": float("nan")}, r"a YAML number is not finite.*\.nan.*line \d+$"),
     ],
@@ -291,3 +294,23 @@ def test_the_coordinator_knows_no_arithmetic() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_the_run_pages_commands_are_commands() -> None:
+    """Every line of the production's page that types `full`: its flags parse and go together, in the jobs' order."""
+    page = (ROOT / "params" / "dsv41" / "README.md").read_text()
+    given = shlex.split(page.split("full_args=(\n")[1].split(")\n")[0].replace("$PWD", str(ROOT)))
+    given[given.index("--commit") + 1] = COMMIT
+    typed = [shlex.split(line, comments=True)[1:] for line in page.splitlines() if re.match(r"full( |$)", line)]
+    started = []
+    for words in typed:
+        options = parser().parse_args([*given, *words])
+        number = resume_number(options)
+        plan = plan_of(options)
+        assert plan.profile.host == "x86host"
+        assert str(plan.paths.assembly) == plan.profile.assembly
+        if options.execute and not options.stop and number == 0:
+            started.append(options.job or options.phase)
+    assert started == ["stage", *JOBS]
+    assert any(words[1:2] == ["--stop"] for words in typed)
+    assert any("--resume" in words for words in typed)

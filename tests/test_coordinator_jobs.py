@@ -203,6 +203,87 @@ def test_starting_twice_and_resuming_in_the_wrong_order_refuse(host: Host) -> No
     assert (status, "training did not run all its epochs; expected: 3 updates; found: 2" in said) == (2, True)
 
 
+def test_a_stop_asks_the_runner_and_the_job_can_be_resumed(host: Host) -> None:
+    case = host.case
+    stop = ("--execute", "--stop", "--job", "full-fast")
+    status, said = host.type(*stop)
+    assert (status, "full-fast does not run, so there is nothing to stop" in said) == (2, True), said
+    assert "found: no start of this job" in said
+    case.control("train-full-fast", seconds=60)
+    assert host.start("full-fast")[0] == 0
+    wait_until(lambda: "cuda" in host.child_log("full-fast.log"))
+    status, said = host.type("--execute", "--stop", "--job", "g2-dev")  # the same solo, another job
+    assert (status, "g2-dev does not run" in said) == (2, True), said
+    status, said = host.type(*stop, who=None)
+    assert (status, "only the coordinator executes" in said) == (2, True)
+    manifest = case.inputs["assembly"] / "MANIFEST.json"
+    manifest.write_text("changed")  # no reason to let a job run on
+    status, said = host.type(*stop)
+    assert status == 0, said
+    holder = read_holder(lock_path(case.folder / "locks", "slot-a"))
+    assert holder is None or f"full-fast's runner (pid {holder['pid']}, since" in said
+    assert f"tail -f {case.snapshot}/logs/{host.name('full-fast')}.coordinator.log" in said
+    assert "--phase full-train --job full-fast --resume --attempt 1" in said
+    log = host.wait("full-fast")
+    assert "stopping: SIGTERM to the runner" in log
+    assert "ended: exit 3 (interrupted at a saved boundary; can be resumed" in log.splitlines()[-1]
+    status, said = host.type(*stop)
+    assert (status, f"found: {host.name('full-fast')}, which has ended" in said) == (2, True), said
+    manifest.write_text("{}")
+    case.control("train-full-fast", seconds=60)
+    assert host.start("full-fast", "--resume", "--attempt", "1")[0] == 0
+    wait_until(lambda: host.child_log("full-fast.log").count("cuda") == 2)
+    status, said = host.type(*stop, "--phase", "full-train")
+    assert (status, "--resume --attempt 2" in said) == (0, True), said
+    assert "ended: exit 3" in host.wait("full-fast-attempt-1")
+
+
+def test_a_stop_reaches_only_this_runs_runner(host: Host) -> None:
+    """The lock names a living process that is no runner, another run's runner, and a child without its runner."""
+    case = host.case
+    plan = case.plan()
+    start = plan.start("full-fast")
+    start.script.write_text("")
+    log = str(plan.logs / "full-fast.log")
+    runner = ("-m", "d2lib.coordinator.locked", "--job", "full-fast", "--log")
+    sleeper = "import time; time.sleep(100)"
+    asked = "asked to stop at that moment and is still there"
+    for words, child, message in (
+        ((), False, "does not run"),
+        ((*runner, log.replace("pilot-1", "pilot-2"), "--"), False, "does not run"),
+        (("--", *runner, log), False, "does not run"),  # what a runner runs is no runner
+        ((), True, asked),
+    ):
+        other = subprocess.Popen((sys.executable, "-c", sleeper, *words))
+        try:
+            with hold(case.folder / "locks", "slot-a", "full-fast") as lease:
+                path = lock_path(case.folder / "locks", "slot-a")
+                if child:
+                    lease.note_child(other.pid)
+                record = (read_holder(path) or {}) | {"pid": other.pid if not child else 2**22 - 1}
+                path.write_text(json.dumps(record))
+                status, said = host.type("--execute", "--stop", "--job", "full-fast")
+            assert (status, message in said) == (2, True), said
+            assert other.poll() is None
+        finally:
+            other.kill()
+            other.wait()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--stop", "--job", "full-fast"), "needs --execute"),
+        (("--execute", "--stop"), "--stop goes with --job alone"),
+        (("--execute", "--stop", "--job", "g2-dev", "--resume", "--attempt", "1"), "--stop goes with --job alone"),
+        (("--execute", "--stop", "--job", "g2-dev", "--phase", "finish"), "g2-dev is no job of --phase finish"),
+    ],
+)
+def test_flags_that_do_not_go_with_a_stop_refuse(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    status, said = Host(make_case(tmp_path, library=False)).type(*arguments)
+    assert (status, message in said) == (2, True), said
+
+
 def test_what_changed_since_staging_refuses_before_a_session(host: Host) -> None:
     path = host.case.snapshot / "repo" / "notebooks" / "train.ipynb"
     path.chmod(0o644)

@@ -19,9 +19,12 @@ import yaml
 from coordinator_case import LIBRARY, PROFILE, is_gone, private_tmux, tmux, wait_until
 
 from d2lib.coordinator.cards import NvmlCards, RecordedCards, find_card
+from d2lib.coordinator.children import NoAnswer
 from d2lib.coordinator.lease import check_free, hold
 from d2lib.coordinator.locked import job_environment, judge
-from d2lib.coordinator.processes import Usage, forbid_swap, usage
+from d2lib.coordinator.processes import Usage, reap, usage
+from d2lib.coordinator.swap import SwapRule, computing, find_scope, own_swap_limit
+from d2lib.coordinator.watch import Watch
 from d2lib.errors import Refused
 
 CARD = "GPU-240876ad-1111-2222-3333-444444444444"
@@ -38,12 +41,13 @@ class Runner:
         self.log = folder / "child.log"
         self.profile = folder / "coordinator.yaml"
         self.profile.write_text(yaml.safe_dump(PROFILE | {"lock_folder": str(self.locks)} | profile))
+        self.module: tuple[str, ...] = ("-m", "d2lib.coordinator.locked")
         self.process: subprocess.Popen[str] | None = None
 
     def start(self, *command: str, solo: str = "slot-a", more: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         arguments = ("--profile", str(self.profile), "--solo", solo, "--job", "full-fast", "--log", str(self.log))
         self.process = subprocess.Popen(
-            (sys.executable, "-m", "d2lib.coordinator.locked", *arguments, *more, "--", *command),
+            (sys.executable, *self.module, *arguments, *more, "--", *command),
             cwd=self.folder,
             env={**os.environ, "PYTHONPATH": str(LIBRARY.parent), "GIT_DIR": "/leak", "CUDA_VISIBLE_DEVICES": "7"},
             stdout=subprocess.PIPE,
@@ -76,12 +80,17 @@ def python(code: str) -> tuple[str, ...]:
     return (sys.executable, "-c", code)
 
 
-def touch_and_sleep(folder: Path, more: str = "") -> tuple[str, ...]:
-    """A child that says that it runs, with its pid, and sleeps."""
+def touch_and_sleep(folder: Path, more: str = "", then: str = "") -> tuple[str, ...]:
+    """A child that says that it runs, with its pid, and sleeps; `more` comes before that, `then` instead of it."""
     return python(
         f"import os,signal,sys,time\n{more}\nopen({str(folder / 'tmp')!r},'w').write(str(os.getpid()))\n"
-        f"os.rename({str(folder / 'tmp')!r},{str(folder / 'pid')!r})\nwhile True: time.sleep(0.05)"
+        f"os.rename({str(folder / 'tmp')!r},{str(folder / 'pid')!r})\n{then or 'while True: time.sleep(0.05)'}"
     )
+
+
+def until_exists(path: Path) -> str:
+    """Code that waits for a file."""
+    return f"while not os.path.exists({str(path)!r}): time.sleep(0.05)\n"
 
 
 def pid_of(folder: Path) -> int:
@@ -102,7 +111,7 @@ def test_statuses_through_a_real_runner(runner: Runner) -> None:
     assert status == 3
     lines = said.splitlines()
     assert re.fullmatch(
-        r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ full-fast started: pid \d+, swap \w+: /bin/sh -c .*", lines[1]
+        r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ full-fast started: pid \d+, swap \w+ .*: /bin/sh -c .*", lines[1]
     )
     assert lines[-1].endswith("full-fast ended: exit 3 (interrupted at a saved boundary; can be resumed)")
     log = runner.log.read_text().splitlines()
@@ -137,7 +146,7 @@ def test_a_status_without_its_receipt_is_not_believed(runner: Runner) -> None:
 def test_a_command_that_is_not_there_fails(runner: Runner) -> None:
     status, said = runner.run("/nowhere/program")
     assert status == 4
-    assert "failed: FileNotFoundError" in said
+    assert "unexpected: No such file or directory (ENOENT)" in said
     check_free(runner.locks, "slot-a")
 
 
@@ -158,9 +167,9 @@ def test_a_cpu_slot_has_no_card_and_a_clean_environment(runner: Runner) -> None:
     assert len(descriptors) == 4  # 0, 1, 2 and the listing's own: no lock
 
 
-def recorded(folder: Path, watts: float = 225.0, free: int = 1 << 34) -> str:
+def recorded(folder: Path, watts: float = 225.0, free: int = 1 << 34, pids: tuple[int, ...] = ()) -> str:
     path = folder / "cards.json"
-    card = {"enforced_power_limit_watts": watts, "free_memory_bytes": free}
+    card = {"enforced_power_limit_watts": watts, "free_memory_bytes": free, "compute_processes": list(pids)}
     working = folder / "cards.part"
     working.write_text(json.dumps({"cards": {CARD: card, OTHER: card}}))
     working.rename(path)
@@ -216,6 +225,9 @@ class Driver(types.ModuleType):
     def nvmlDeviceGetMemoryInfo(self, handle: str) -> types.SimpleNamespace:
         return types.SimpleNamespace(free=7 << 30)
 
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[types.SimpleNamespace]:
+        return [types.SimpleNamespace(pid=pid, usedGpuMemory=1) for pid in {CARD: (), OTHER: (31, 7)}[handle]]
+
 
 def test_nvmls_answers_are_read_in_their_units(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver("pynvml")
@@ -224,6 +236,7 @@ def test_nvmls_answers_are_read_in_their_units(monkeypatch: pytest.MonkeyPatch) 
     assert find_card(cards, "GPU-bc62df2a") == OTHER
     assert (cards.enforced_power_limit_watts(CARD), cards.enforced_power_limit_watts(OTHER)) == (225.0, 300.5)
     assert cards.free_memory_bytes(CARD) == 7 << 30
+    assert (cards.compute_processes(CARD), cards.compute_processes(OTHER)) == ([], [7, 31])
     driver.lost = True
     with pytest.raises(Refused, match="NVML gives no answer; found: nvmlDeviceGetHandleByUUID: GPU is lost"):
         cards.enforced_power_limit_watts(CARD)
@@ -257,6 +270,52 @@ def test_a_condition_that_does_not_hold_refuses_before_the_start(
     assert status == 2
     assert message in said
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_card_on_which_somebody_computes_refuses(tmp_path: Path) -> None:
+    runner = card_runner(tmp_path)
+    recorded(tmp_path, pids=(4711, 4712))
+    status, said = runner.run("touch", str(tmp_path / "ran"))
+    assert (status, "another process computes on the card; expected: none before a start" in said) == (2, True), said
+    assert "found: pid 4711, 4712" in said
+    assert not (tmp_path / "ran").exists()
+    check_free(runner.locks, "slot-a")
+
+
+def test_other_tools_locks_are_held_as_long_as_the_job_lives(tmp_path: Path) -> None:
+    """Taken: nothing starts. Free: the other tool finds it taken, even while only the child is left."""
+    lock = tmp_path / "pilot.lock"
+    runner = Runner(tmp_path, solos={"slot-a": {"further_locks": [str(lock)]}, "slot-b": {}})
+    status, said = runner.run("true")
+    assert (status, "a further lock cannot be opened; expected: an existing file" in said) == (2, True), said
+    lock.write_text("the tool's own words")
+
+    def taken() -> bool:
+        done = subprocess.run(("flock", "-n", "-E", "99", str(lock), "true"), check=False)  # as its own tool asks
+        assert done.returncode in (0, 99)
+        return done.returncode == 99
+
+    other = subprocess.Popen(("flock", str(lock), "sleep", "100"), start_new_session=True)
+    try:
+        wait_until(taken)
+        status, said = runner.run("touch", str(tmp_path / "ran"))
+        assert (status, "a further lock is taken: another tool uses the solo" in said) == (2, True), said
+        assert not (tmp_path / "ran").exists()
+    finally:
+        os.killpg(other.pid, signal.SIGKILL)
+        other.wait()
+    wait_until(lambda: not taken())
+    more = f"def save(*_):\n    {until_exists(tmp_path / 'go').strip()}\n    sys.exit(3)\nsignal.signal(15, save)"
+    process = runner.start(*touch_and_sleep(tmp_path, more))
+    child = pid_of(tmp_path)
+    assert taken()
+    process.kill()
+    process.wait()
+    assert taken()
+    (tmp_path / "go").touch()
+    wait_until(lambda: is_gone(child))
+    wait_until(lambda: not taken())
+    assert lock.read_text() == "the tool's own words"
 
 
 def test_a_taken_solo_and_an_unknown_one_refuse(runner: Runner) -> None:
@@ -320,36 +379,197 @@ def test_usage_counts_resident_memory_as_proc_does() -> None:
     assert usage([]) == Usage(0, 0)
 
 
-def test_swap_is_forbidden_where_control_groups_are_ours(tmp_path: Path) -> None:
-    """A folder in the place of the cgroup file system; the kernel would make the group's files."""
+def test_the_swap_limit_is_that_of_ones_own_control_group(tmp_path: Path) -> None:
     own = tmp_path / "cgroup"
-    own.write_text("0::/user/session\n")
-    parent = tmp_path / "mount" / "user" / "session"
-    parent.mkdir(parents=True)
-    assert forbid_swap(1, "d2-x", mount=tmp_path / "mount", own=own) is None  # no controllers
-    (parent / "cgroup.subtree_control").write_text("cpu memory\n")
-    real = Path.mkdir
-
-    def mkdir(self: Path, *arguments: Any, **options: Any) -> None:
-        real(self, *arguments, **options)
-        (self / "memory.swap.max").write_text("max\n")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "mkdir", mkdir)
-        group = forbid_swap(1234, "d2-x", mount=tmp_path / "mount", own=own)
-    assert group == parent / "d2-x"
-    assert (group / "memory.swap.max").read_text().startswith("0")
-    assert (group / "cgroup.procs").read_text() == "1234"
+    own.write_text("0::/user/job.scope\n")
+    group = tmp_path / "mount" / "user" / "job.scope"
+    group.mkdir(parents=True)
+    assert own_swap_limit(tmp_path / "mount", own) == ""  # no memory controller
+    (group / "memory.swap.max").write_text("max\n")
+    assert own_swap_limit(tmp_path / "mount", own) == "max"
     own.write_text("4:memory:/v1\n")
-    assert forbid_swap(1, "d2-y", mount=tmp_path / "mount", own=own) is None
+    assert own_swap_limit(tmp_path / "mount", own) == ""
 
 
-def test_swapped_memory_stops_the_job() -> None:
-    from d2lib.coordinator.locked import _over
+SYSTEMD_RUN = """#!/bin/sh
+# A stand-in: notes its arguments and its runtime folder, and executes what comes after --.
+printf '%s\\n' "$*" "$XDG_RUNTIME_DIR" >>"{folder}/asked"
+[ -e "{folder}/broken" ] && {{ echo "Failed to connect to bus: No medium found" >&2; exit 1; }}
+while [ "$1" != -- ]; do shift; done
+shift
+case "$*" in *d2lib.coordinator.swap*) cat "{folder}/limit"; exit 0;; esac
+exec "$@"
+"""
 
-    assert _over(Usage(1, 0), 10) is None
-    assert "8 KiB of the job are in swap" in str(_over(Usage(1, 8192), 10))
-    assert "resident memory" in str(_over(Usage(11, 0), 10))
+
+def systemd_run(folder: Path, monkeypatch: pytest.MonkeyPatch, limit: str = "0") -> Path:
+    """A lingering user and a systemd-run of the test's own; returns the folder of the former."""
+    program = folder / "bin" / "systemd-run"
+    program.parent.mkdir()
+    program.write_text(SYSTEMD_RUN.format(folder=folder))
+    program.chmod(0o755)
+    (folder / "limit").write_text(f"{limit}\n")
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("LOGNAME", "somebody")
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    linger = folder / "linger"
+    linger.mkdir()
+    (linger / "somebody").touch()
+    return linger
+
+
+def test_a_scope_is_used_only_where_its_rule_is_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    linger = systemd_run(tmp_path, monkeypatch)
+    scope = find_scope(linger)
+    program = str(tmp_path / "bin" / "systemd-run")
+    assert scope.prefix == (program, *["--user", "--scope", "--quiet", "--collect", "-p", "MemorySwapMax=0", "--"])
+    assert scope.environment == {"XDG_RUNTIME_DIR": f"/run/user/{os.getuid()}"}
+    assert scope.text.startswith("forbidden")
+    assert (tmp_path / "asked").read_text().splitlines()[-1] == f"/run/user/{os.getuid()}"
+    for limit in ("max", "4096", ""):
+        (tmp_path / "limit").write_text(f"{limit}\n")
+        scope = find_scope(linger)
+        assert (scope.prefix, scope.text.startswith("watched")) == ((), True), limit
+    (tmp_path / "broken").touch()
+    assert "watched (Failed to connect to bus" in find_scope(linger).text
+    (linger / "somebody").unlink()  # else the job would end with the last login
+    asked = (tmp_path / "asked").read_text()
+    assert "loginctl enable-linger somebody" in find_scope(linger).text
+    assert (tmp_path / "asked").read_text() == asked
+    monkeypatch.setenv("PATH", str(linger))
+    assert find_scope(linger).text == "watched (there is no systemd-run)"
+
+
+def test_a_job_in_a_scope_is_supervised_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in becomes the command, as systemd-run does: the same pid, stopped and judged as before."""
+    linger = systemd_run(tmp_path, monkeypatch)
+    code = (
+        "import sys; from d2lib.coordinator import locked, swap; from pathlib import Path; "
+        f"locked.find_scope = lambda: swap.find_scope(Path({str(linger)!r})); raise SystemExit(locked.main())"
+    )
+    runner = Runner(tmp_path)
+    runner.module = ("-c", code)
+    process = runner.start(*touch_and_sleep(tmp_path, "signal.signal(15, lambda *_: sys.exit(3))"))
+    child = pid_of(tmp_path)
+    process.terminate()
+    status, said = runner.end()
+    assert status == 3, said
+    assert f"started: pid {child}, swap forbidden by a scope with MemorySwapMax=0: {sys.executable} -c" in said
+    assert len((tmp_path / "asked").read_text().split("--scope")) == 3  # the probe and the job
+
+
+def test_only_swap_above_the_allowance_in_several_samples_in_a_row_stops_a_job() -> None:
+    rule = SwapRule(allowance=1 << 20, samples=3)
+    above, below = (1 << 20) + 4096, 1 << 20
+    assert [rule.broken(n) for n in (above, above, below, above, above)] == [None] * 5
+    assert "1028 KiB of the processes that compute are in swap, 3 samples in a row above" in str(rule.broken(above))
+    strict = SwapRule(allowance=0, samples=1)
+    assert strict.broken(0) is None
+    assert strict.broken(4096) is not None
+
+
+def test_the_waiting_parent_does_not_count_as_computing() -> None:
+    me, other = psutil.Process(), psutil.Process(os.getppid())
+    assert computing([me, other], me.pid) == [other]
+    assert computing([me], me.pid) == [me]
+    assert computing([], me.pid) == []
+
+
+# --- questions without an answer
+
+
+TMUX = """#!/bin/sh
+echo asked >>"{folder}/questions"
+[ -e "{folder}/hang" ] && exec sleep 100
+[ -e "{folder}/broken" ] && {{ echo "no reason at all" >&2; exit 1; }}
+echo logger
+"""
+
+
+def tmux_runner(folder: Path, monkeypatch: pytest.MonkeyPatch, **profile: Any) -> Runner:
+    """A runner whose tmux is the test's own: it names the logger, fails, or hangs."""
+    program = folder / "bin" / "tmux"
+    program.parent.mkdir()
+    program.write_text(TMUX.format(folder=folder))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return Runner(folder, power_logger="logger", **({"watch_seconds": 0.05} | profile))
+
+
+def test_a_failing_tmux_stops_nothing_when_it_answers_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = tmux_runner(tmp_path, monkeypatch, answer_seconds=60.0)
+    runner.start(*touch_and_sleep(tmp_path, then=until_exists(tmp_path / "go")))
+    pid_of(tmp_path)
+    (tmp_path / "broken").touch()
+    before = (tmp_path / "questions").stat().st_size
+    wait_until(lambda: (tmp_path / "questions").stat().st_size > before + 20 * len("asked\n"))
+    (tmp_path / "broken").unlink()
+    before = (tmp_path / "questions").stat().st_size
+    wait_until(lambda: (tmp_path / "questions").stat().st_size > before + 3 * len("asked\n"))
+    (tmp_path / "go").touch()
+    status, said = runner.end()
+    assert status == 0, said
+    assert "no answer, asked again for 60 s: tmux does not say which sessions are there; found: no reason" in said
+    assert re.search(r"answered again; questions without an answer so far: [1-9]", said)
+    assert "stopping" not in said
+    assert "left behind" not in said  # the runner's own questions are none of the job's processes
+
+
+@pytest.mark.parametrize("how", ["broken", "hang"])
+def test_a_tmux_that_never_answers_again_stops_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    runner = tmux_runner(tmp_path, monkeypatch, answer_seconds=1.0)
+    runner.start(*touch_and_sleep(tmp_path, "signal.signal(15, lambda *_: sys.exit(3))"))
+    pid_of(tmp_path)
+    (tmp_path / how).touch()
+    status, said = runner.end()
+    assert status == 3, said
+    assert re.search(r"stopping: no answer for 1 s, \d+ questions failed in a row", said), said
+
+
+def test_memory_is_sampled_while_a_question_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = tmux_runner(tmp_path, monkeypatch, answer_seconds=4.0, memory_limit_gib=0.2)
+    hang = tmp_path / "hang"
+    eat = "x = bytearray(300 << 20)\nfor i in range(0, len(x), 4096): x[i] = 1\ntime.sleep(60)"
+    runner.start(*touch_and_sleep(tmp_path, then=until_exists(hang) + eat))
+    pid_of(tmp_path)
+    hang.touch()
+    status, said = runner.end()
+    assert status == 4
+    assert "stopping: the job's resident memory is" in said
+
+
+def test_a_start_refuses_when_tmux_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = tmux_runner(tmp_path, monkeypatch)
+    (tmp_path / "broken").touch()
+    status, said = runner.run("true")
+    assert (status, "refused: tmux does not say which sessions are there; found: no reason at all" in said) == (2, True)
+
+
+def test_a_question_that_dies_of_anything_is_asked_again_and_a_broken_rule_is_not() -> None:
+    answers: list[Exception | None] = [RuntimeError("x"), NoAnswer("y"), None, Refused("the limit is another one")]
+
+    def check() -> None:
+        if (error := answers.pop(0)) is not None:
+            raise error
+
+    with Watch(check, every=0.001, patience=100.0) as watch:
+        wait_until(watch.reason)
+    assert (watch.reason(), watch.unanswered, answers) == ("the limit is another one", 2, [])
+
+
+def test_the_runners_own_questions_keep_their_exit_status() -> None:
+    """Reaping the job's orphans must not take the status of a tmux that another thread waits for."""
+    question = subprocess.Popen(("/bin/sh", "-c", "exit 7"))
+    job = subprocess.Popen(("/bin/true",), start_new_session=True)
+    for process in (question, job):
+        wait_until(lambda process=process: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+    reap(but=())
+    assert question.wait() == 7
+    with pytest.raises(ChildProcessError):
+        os.waitpid(job.pid, 0)
+    job.returncode = 0  # taken above
 
 
 # --- stopping

@@ -106,6 +106,10 @@ SPOILT: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "offsets too short": (edit(lambda h: h["tokens"].update(data_offsets=[0, 4])), "wrong offsets"),
     "offsets as text": (edit(lambda h: h["tokens"].update(data_offsets="0")), "wrong offsets"),
     "no header": (lambda data: data[:8] + b"x" * (len(data) - 8), "not a safetensors file"),
+    "a tensor twice": (
+        lambda data: data[:8] + data[8:].replace(b'{"', b'{"tokens":{},"', 1)[: len(data) - 8],
+        "not a safetensors file; expected: a JSON header; found: .*(twice|valid)",
+    ),
     "a header of another kind": (lambda data: data[:8] + b"[]".ljust(len(data) - 8), "not a safetensors file"),
     "an endless header": (lambda data: b"\xff" * 8 + data[8:], "not a safetensors file"),
     "another order of lengths": (lambda data: data[:8][::-1] + data[8:], "not a safetensors file"),

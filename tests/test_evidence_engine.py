@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -250,6 +251,39 @@ def test_a_parameter_on_the_command_line_wins_over_the_file(monkeypatch: pytest.
     papermill("notebooks/cost_sheet.ipynb", "runs/demo/cost_sheet/attempt-1/receipt.ipynb", *more)
     shown = {"run": "runs/demo", "inputs": {}, "colour": "blue", "pilot": "b", "assembly": 1.5}
     assert receipt().parameters == shown
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ("d2lib.evidence.notebook.os.replace", "working.ipynb"),
+        ("d2lib.files.os.link", "working.json"),
+        ("d2lib.files.os.fsync", "working.json"),
+        ("d2lib.evidence.ledger._write", "LEDGER.jsonl"),
+        ("d2lib.evidence.seal.write_exclusive", ""),
+        ("d2lib.evidence.engine.describe_environment", ""),
+    ],
+)
+def test_a_full_or_broken_disk_is_one_line_and_the_next_attempt_goes_on(
+    call: str, name: str, code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    refuse_kernels(monkeypatch)
+    words = ["phase.record({})"]
+
+    def broken(*arguments: object, **_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(call, broken)
+        assert start(words, parameters={"run": "runs/demo"}) is ExitStatus.UNEXPECTED
+    lines = capfd.readouterr().err.splitlines()
+    assert len([line for line in lines if "unexpected" in line]) == 1
+    assert lines[-1].startswith(f"d2: unexpected: {os.strerror(code)} ({errno.errorcode[code]}); {engine.KEPT}")
+    assert "Traceback" not in "".join(lines)
+    assert name in lines[-1]
+    assert start(words, parameters={"run": "runs/demo"}) is ExitStatus.REFUSED
+    assert verify(Path("runs/demo")).holds
 
 
 def test_a_missing_parameter_is_refused_although_the_notebook_has_a_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,12 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from evidence_case import make_receipt, make_run
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from d2lib.errors import Refused
 from d2lib.evidence import notebook
@@ -416,3 +419,103 @@ def test_prefix_digests_are_those_of_the_prefixes(tmp_path: Path) -> None:
 
 def test_the_first_line_is_bound_to_the_namespace() -> None:
     assert genesis("demo") != genesis("demo-null")
+
+
+# ------------------------------------------------------------------------------------------------- odd contents
+
+ODD: list[Any] = [None, True, 0, -1, 2**70, 1.5, "", "x", "a\nb", "\0", "/dev/zero", "../up", [], [[]], {}, {"": None}]
+
+
+def places(value: Any) -> list[tuple[Any, ...]]:
+    """The path of every value inside a JSON value, the whole included."""
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [(), *((key, *rest) for key, child in children for rest in places(child))]
+
+
+def put(value: Any, place: tuple[Any, ...], odd: Any) -> Any:
+    if not place:
+        return odd
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[place[0]] = put(copy[place[0]], place[1:], odd)
+    return copy
+
+
+@given(st.data())
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_stands_in_a_notebook_checking_it_says_what_is_wrong(sound: Path, data: st.DataObject) -> None:
+    folder = sound / "finish" / "attempt-1"
+    page, receipt = json.loads((folder / "receipt.ipynb").read_bytes()), read_receipt(folder / "receipt.json")
+    assert list(notebook.check(canonical_json(page), receipt)) == []
+    place, odd = data.draw(st.sampled_from(places(page))), data.draw(st.sampled_from(ODD))
+    for row in notebook.check(json.dumps(put(page, place, odd)).encode(), receipt):
+        assert len(row) == 3
+
+
+@pytest.mark.parametrize("recorded", [[], ["x"], "x", 3, None, {"result": []}])
+def test_a_recorded_result_that_is_no_mapping_is_said(sound: Path, recorded: Any) -> None:
+    folder = sound / "finish" / "attempt-1"
+    page, receipt = json.loads((folder / "receipt.ipynb").read_bytes()), read_receipt(folder / "receipt.json")
+    for cell in page["cells"]:
+        for output in cell.get("outputs", []):
+            if notebook.RESULT_MIME in output.get("data", {}):
+                output["data"][notebook.RESULT_MIME] = recorded
+    assert [row[0] for row in notebook.check(json.dumps(page).encode(), receipt)] == [
+        "the notebook records another result than the receipt"
+    ]
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_stands_in_a_receipt_verification_ends_with_rows(
+    sound: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """The ledger is made to fit the changed receipt, so that it is read to its end."""
+    run = Path(shutil.copytree(sound, tmp_path_factory.mktemp("odd") / "demo"))
+    path = run / "g2-dev" / "attempt-2" / "receipt.json"
+    value = json.loads(path.read_bytes())
+    place, odd = data.draw(st.sampled_from(places(value))), data.draw(st.sampled_from(ODD))
+    changed = json.dumps(put(value, place, odd), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    overwrite(path, changed + b"\n")
+    lines = [json.loads(line) for line in (run / "LEDGER.jsonl").read_bytes().splitlines()]
+    previous, out = str(genesis("demo")), b""
+    for line in lines:
+        if (line["phase"], line["attempt"]) == ("g2", 2):
+            line["receipt_json_sha256"] = str(sha256_bytes(changed + b"\n"))
+        raw = canonical_json({**line, "previous": previous}) + b"\n"
+        previous, out = str(sha256_bytes(raw)), out + raw
+    overwrite(run / "LEDGER.jsonl", out)
+    report = verify(run)
+    shutil.rmtree(run)
+    assert report.holds == (put(value, place, odd) == value)
+    rows = report.render_text().splitlines()
+    assert len(rows) == len(report.rows) + 3
+
+
+def test_a_name_cannot_write_a_row_of_its_own(run: Path) -> None:
+    (run / "assembly" / "x: no receipt\n  holds      everything\x1b[1A\x1b[2K").write_text("")
+    (run / "assembly" / os.fsdecode(b"\xff\xfe")).write_text("")
+    report = verify(run)
+    text = report.render_text()
+    text.encode("utf-8")
+    assert len(text.splitlines()) == len(report.rows) + 3
+    assert "\x1b" not in text
+    assert "x: no receipt\\n  holds      everything\\x1b[1A\\x1b[2K" in text
+    assert not [line for line in text.splitlines() if line.startswith("  holds      everything")]
+
+
+def test_deep_folders_and_pipes_end_in_rows(run: Path) -> None:
+    place = run / "assembly"
+    for _ in range(1200):
+        place = place / "d"
+        place.mkdir()
+    (place / "x").write_text("")
+    os.mkfifo(run / "pipe")
+    rows = [row for row in verify(run).rows if not row.holds]
+    (place / "x").unlink()
+    while place.name == "d":  # not by recursion, as pytest would
+        place.rmdir()
+        place = place.parent
+    assert [(row.state, row.message) for row in rows] == [
+        ("link", "not a plain file"),
+        ("extra", "no receipt lists this file"),
+    ]

@@ -16,6 +16,7 @@ from d2lib.files import read_json, sha256_file, write_json
 from d2lib.gates.g2 import SPECS, SplitPart, bind, build_part, judge
 from d2lib.gates.gate import Gate, holds, judged
 from d2lib.gates.journal import Contract, ScoredSplit
+from d2lib.gates.remaining import remaining_html, remaining_text
 from d2lib.gates.request import ArmScore, RequestScore
 
 SPLITS: list[ScoredSplit] = ["heldout_legal", "dev", "heldout_general"]
@@ -362,3 +363,17 @@ def test_an_edited_part_refuses(path: str, value: Any) -> None:
     bind(edit("schema_version", 1))
     with pytest.raises(Refused):
         bind(edit(path, value))
+
+
+def test_the_last_words_say_what_the_procedure_says() -> None:
+    """The procedure's own terms: what follows a PASS, what is forbidden after a FAIL, and what no verdict shows."""
+    for page in (remaining_html, remaining_text):
+        passed, failed = page("PASS"), page("FAIL")
+        for words in ("public TEST families", "isolated real worker", "native adapter package", "V1", "G3", "GB10"):
+            assert words in passed
+            assert words not in failed
+        for words in ("do not retune on the held-out splits", "the pilot's sample again", "keep this receipt"):
+            assert words in failed.replace("&#x27;", "'")
+        for words in ("development data", "committed-K2 trajectory, a proxy", "no checkpoint, package or service"):
+            assert words in passed
+            assert words in failed

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from d2lib.benchmark.measure import Peak
+from d2lib.entry import run_command
 
 
 def head(*, blocks: int, vocabulary: int, dim: int, threads: int, device: str) -> dict[str, float]:
@@ -53,6 +54,13 @@ def dataset(*, folder: str, dim: int, threads: int) -> dict[str, float]:
     }
 
 
+def threads(*, dim: int, vocab_size: int, seconds: float) -> dict[str, float]:
+    """Rates by number of threads."""
+    from d2lib.benchmark.threads import rates
+
+    return rates(dim=dim, vocab_size=vocab_size, seconds=seconds)
+
+
 def _pages(folder: str) -> int:
     """Bytes of a folder's files that this process holds in memory (Linux: smaps)."""
     total, ours = 0, False
@@ -66,15 +74,16 @@ def _pages(folder: str) -> int:
     return total
 
 
-TASKS: dict[str, Callable[..., dict[str, float]]] = {"head": head, "dataset": dataset}
+TASKS: dict[str, Callable[..., dict[str, float]]] = {"head": head, "dataset": dataset, "threads": threads}
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str]) -> int:
     """Run one task and print its figures."""
     task, given = arguments
     options: dict[str, Any] = json.loads(given)
     print(json.dumps(TASKS[task](**options)))
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    raise SystemExit(run_command("benchmark", lambda: main(sys.argv[1:])))

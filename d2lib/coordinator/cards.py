@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from pydantic import Field
 
+from d2lib.coordinator.children import NoAnswer
 from d2lib.errors import Refused
 from d2lib.files import Record
 from d2lib.strict import read_json
@@ -25,6 +26,10 @@ class Cards(Protocol):
 
     def free_memory_bytes(self, uuid: str) -> int:
         """Free card memory."""
+        ...
+
+    def compute_processes(self, uuid: str) -> list[int]:
+        """The pids that compute on the card now."""
         ...
 
 
@@ -74,11 +79,16 @@ class NvmlCards:
         handle = self._ask("nvmlDeviceGetHandleByUUID", uuid)
         return int(self._ask("nvmlDeviceGetMemoryInfo", handle).free)
 
+    def compute_processes(self, uuid: str) -> list[int]:
+        """The pids that compute on the card now, as the host counts them."""
+        handle = self._ask("nvmlDeviceGetHandleByUUID", uuid)
+        return sorted(int(process.pid) for process in self._ask("nvmlDeviceGetComputeRunningProcesses", handle))
+
     def _ask(self, function: str, *arguments: Any) -> Any:
         try:
             return getattr(self._nvml, function)(*arguments)
         except self._nvml.NVMLError as error:
-            raise Refused("NVML gives no answer", found=f"{function}: {error}", where=arguments or None) from None
+            raise NoAnswer("NVML gives no answer", found=f"{function}: {error}", where=arguments or None) from None
 
 
 def _text(value: str | bytes) -> str:
@@ -90,6 +100,7 @@ class RecordedCard(Record):
 
     enforced_power_limit_watts: float
     free_memory_bytes: int = Field(ge=0)
+    compute_processes: list[int] = Field(default_factory=list)
 
 
 class Recording(Record):
@@ -120,6 +131,10 @@ class RecordedCards:
     def free_memory_bytes(self, uuid: str) -> int:
         """The recorded free memory."""
         return self._read()[uuid].free_memory_bytes
+
+    def compute_processes(self, uuid: str) -> list[int]:
+        """The recorded pids."""
+        return self._read()[uuid].compute_processes
 
 
 def open_cards(recorded: str | None) -> Cards:

@@ -6,11 +6,17 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from d2lib.errors import Unexpected
+from d2lib.errors import Refused, Unexpected
 from d2lib.evidence.environment import child_environment
 
 TIMEOUT = 120.0
-"""Seconds that git or tmux may take for one answer."""
+"""Seconds that git may take for one answer."""
+ANSWER_SECONDS = 10.0
+"""Seconds that tmux may take for one answer."""
+
+
+class NoAnswer(Refused):
+    """tmux or the driver gives no answer: a start refuses, a running job is asked for again (see watch)."""
 
 
 def clean_environment(source: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -22,11 +28,14 @@ def clean_environment(source: Mapping[str, str] | None = None) -> dict[str, str]
     return kept
 
 
-def run(command: Sequence[str], *, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
+def run(
+    command: Sequence[str], *, environment: Mapping[str, str] | None = None, timeout: float = TIMEOUT
+) -> subprocess.CompletedProcess[bytes]:
     """Run a short command to its end and keep what it says; its exit status is the caller's to judge.
 
     Raises:
-        Unexpected: the program is not there, or does not answer.
+        Unexpected: the program is not there.
+        NoAnswer: it did not end within `timeout` seconds.
     """
     try:
         return subprocess.run(
@@ -34,7 +43,7 @@ def run(command: Sequence[str], *, environment: Mapping[str, str] | None = None)
             stdin=subprocess.DEVNULL,
             capture_output=True,
             env=dict(clean_environment() if environment is None else environment),
-            timeout=TIMEOUT,
+            timeout=timeout,
             check=False,
         )
     except FileNotFoundError:
@@ -42,7 +51,7 @@ def run(command: Sequence[str], *, environment: Mapping[str, str] | None = None)
             f"{command[0]} is not installed", expected=f"{command[0]} on PATH", remedy=f"install {command[0]}"
         ) from None
     except subprocess.TimeoutExpired:
-        raise Unexpected(f"{command[0]} does not answer", expected=f"an answer within {TIMEOUT:.0f} s") from None
+        raise NoAnswer(f"{command[0]} does not answer", expected=f"an answer within {timeout:.0f} s") from None
 
 
 def last_line(output: bytes) -> str:

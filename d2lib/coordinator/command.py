@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +16,12 @@ from typing import TYPE_CHECKING, get_args
 
 from d2lib.coordinator.contract import INPUTS, JOBS, PHASES, PROFILE, Paths, Plan, absolute
 from d2lib.coordinator.profile import Job, load_profile
-from d2lib.errors import D2Error, ExitStatus, Refused
+from d2lib.entry import run_command
+from d2lib.errors import ExitStatus, Refused
 
 if TYPE_CHECKING:
     from d2lib.coordinator.contract import Start
+    from d2lib.coordinator.stop import Asked
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 """The checkout that this runs from."""
@@ -58,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     action.add_argument("--execute", action="store_true", help="really do --phase; only as the coordinator")
     top.add_argument("--phase", choices=PHASES)
     top.add_argument("--job", choices=get_args(Job))
+    top.add_argument("--stop", action="store_true", help="ask --job to save a boundary and end; kills nothing")
     top.add_argument("--resume", action="store_true", help="go on with an interrupted job")
     top.add_argument("--attempt", type=int, metavar="N", help="1 for the first resumption, then 2, ...")
     return top
@@ -93,9 +97,15 @@ def plan_of(options: argparse.Namespace) -> Plan:
 def resume_number(options: argparse.Namespace) -> int:
     """0 for a first start, N for --resume --attempt N; raises Refused when the flags do not fit the phase."""
     if not options.execute:
-        given = [name for name in ("phase", "job", "resume", "attempt") if getattr(options, name)]
+        given = [name for name in ("phase", "job", "stop", "resume", "attempt") if getattr(options, name)]
         if given:
             raise Refused(f"--{given[0]} needs --execute")
+        return 0
+    if options.stop:
+        if options.job is None or options.resume or options.attempt is not None:
+            raise Refused("--stop goes with --job alone", expected=f"--execute --stop --job {'|'.join(JOBS)}")
+        if options.phase not in (None, JOBS[options.job].phase):
+            raise Refused(f"{options.job} is no job of --phase {options.phase}", expected=JOBS[options.job].phase)
         return 0
     if options.phase is None:
         raise Refused("--execute needs --phase", expected=", ".join(PHASES))
@@ -115,18 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser().parse_args(arguments)
     except SystemExit as error:  # argparse has said why
         return int(error.code or 0)
-    try:
-        return int(_run(options))
-    except D2Error as error:
-        word = "refused" if isinstance(error, Refused) else type(error).__name__.lower()
-        print(f"full_stage: {word}: {error}", file=sys.stderr)
-        return int(error.exit_status)
-    except KeyboardInterrupt:
-        print("full_stage: interrupted", file=sys.stderr)
-        return int(ExitStatus.INTERRUPTED)
-    except Exception as error:
-        print(f"full_stage: unexpected: {type(error).__name__}: {error}", file=sys.stderr)
-        return int(ExitStatus.UNEXPECTED)
+    return run_command("full_stage", lambda: int(_run(options)))
 
 
 def _run(options: argparse.Namespace) -> ExitStatus:
@@ -143,6 +142,11 @@ def _run(options: argparse.Namespace) -> ExitStatus:
     from d2lib.coordinator.jobs import check_coordinator, start_job
 
     check_coordinator(plan)
+    if options.stop:
+        from d2lib.coordinator.stop import stop_job
+
+        _tell_asked(stop_job(plan, options.job))
+        return ExitStatus.DONE
     if options.phase == "stage":
         return _stage(plan)
     _tell(start_job(plan, options.job, resume))
@@ -197,3 +201,14 @@ def _tell(start: Start) -> None:
     print(f"  output   {start.child_log}")
     print(f"  receipt  {start.receipt}")
     print(f"  watch    tmux attach -r -t '={start.session}'")
+
+
+def _tell_asked(asked: Asked) -> None:
+    start, job = asked.start, asked.start.job
+    print(f"asked {job}'s runner (pid {asked.runner}, since {asked.since}) to save its next boundary and end")
+    print(f"  watch    tail -f {shlex.quote(str(start.coordinator_log))}")
+    print(
+        "  ended    when that log's last line says `ended:` (exit 3: saved, can be resumed; exit 0: it was done before)"
+    )
+    print(f"           and `tmux ls` no longer names {start.session}")
+    print(f"  go on    --execute --phase {JOBS[job].phase} --job {job} --resume --attempt {start.resume + 1}")

@@ -6,6 +6,7 @@ import psutil
 
 from d2lib.coordinator import sessions
 from d2lib.coordinator.cards import Cards, find_card
+from d2lib.coordinator.children import ANSWER_SECONDS
 from d2lib.coordinator.profile import GIB, Profile, Solo
 from d2lib.errors import Refused
 
@@ -30,6 +31,15 @@ def check_start(profile: Profile, solo: Solo, cards: Cards | None) -> str | None
     uuid = None
     if solo.card is not None and cards is not None:
         uuid = find_card(cards, solo.card)
+        others = cards.compute_processes(uuid)
+        if others:
+            raise Refused(
+                "another process computes on the card",
+                expected="none before a start",
+                found=f"pid {', '.join(map(str, others))}",
+                where=uuid,
+                remedy="wait until it has ended; nothing here ends it",
+            )
         free = cards.free_memory_bytes(uuid) / GIB
         if free < profile.minimum_free_card_memory_gib:
             raise Refused(
@@ -44,7 +54,8 @@ def check_start(profile: Profile, solo: Solo, cards: Cards | None) -> str | None
 
 def check_watched(profile: Profile, uuid: str | None, cards: Cards | None) -> None:
     """What must stay true while a job runs: the power logger and the card's power limit; raises Refused."""
-    if profile.power_logger is not None and not sessions.exists(profile.power_logger):
+    patience = min(ANSWER_SECONDS, profile.answer_seconds)
+    if profile.power_logger is not None and not sessions.exists(profile.power_logger, timeout=patience):
         raise Refused(
             "the power logger is not there",
             expected=f"a tmux session named {profile.power_logger}",

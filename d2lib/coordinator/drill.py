@@ -25,6 +25,7 @@ from d2lib.coordinator.jobs import PRODUCTS
 from d2lib.coordinator.lease import hold
 from d2lib.coordinator.profile import Job
 from d2lib.coordinator.rehearsal import Run, asked_of, changed, make_checkout, power_logger, private_tmux, wait_for
+from d2lib.coordinator.stop import stop_job
 from d2lib.errors import D2Error, ExitStatus, Refused
 from d2lib.evidence.ledger import read_ledger
 from d2lib.files import sha256_file
@@ -191,12 +192,13 @@ def _training(drill: Drill, run: Run) -> None:
     drill.types("start it twice", 2, "was started before", lambda: run.start("full-fast"))
     drill.types("resume it while it runs", 2, "the session exists already", lambda: run.start("full-fast", 1))
 
-    def sigterm() -> str:
+    def stopped() -> str:
         wait_for(run.checkpoints, "a checkpoint")
-        os.kill(int(run.holder("full-fast")["pid"]), signal.SIGTERM)
+        stop_job(run.plan, "full-fast")  # what --stop does, without the seconds in which the command starts
         return f"{run.ended('full-fast')}; {run.checkpoints()[-1].name}"
 
-    drill.step("SIGTERM in mid-training", "ended: exit 3", sigterm)
+    drill.step("a stop in mid-training", "ended: exit 3", stopped)
+    drill.types("--stop once it has ended", 2, "full-fast does not run", lambda: run.stop("full-fast"))
     drill.types("start instead of resume", 2, "--resume --attempt 1", lambda: run.start("full-fast"))
     drill.types("resume", 0, "started", lambda: run.start("full-fast", 1))
     before = len(run.checkpoints())

@@ -6,13 +6,15 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from d2lib.coordinator import sessions
 from d2lib.coordinator.cards import open_cards
+from d2lib.coordinator.children import NoAnswer
 from d2lib.coordinator.conditions import check_start
 from d2lib.coordinator.contract import JOBS, Plan, Start
-from d2lib.coordinator.lease import check_free, lock_path, read_holder
+from d2lib.coordinator.lease import check_free, hold_further, lock_path, read_holder
 from d2lib.coordinator.locked import ENDED, REFUSED, STARTED
 from d2lib.coordinator.profile import ANY_HOST, Job
 from d2lib.coordinator.receipts import check_output, done_receipt
@@ -71,6 +73,8 @@ def start_job(plan: Plan, job: Job, resume: int) -> Start:
         if sessions.exists(session):
             raise Refused("the session exists already and is not touched", found=session)
     check_free(plan.profile.locks, name)
+    with hold_further(solo.further_locks):
+        pass
     check_start(plan.profile, solo, None if solo.card is None else open_cards(plan.profile.recorded_cards))
     write_exclusive(start.script, start.script_text.encode(), mode=0o500)
     offset = start.coordinator_log.stat().st_size if start.coordinator_log.exists() else 0
@@ -185,7 +189,8 @@ def confirm(plan: Plan, start: Start, offset: int) -> None:
                 found=text.splitlines()[-1] if text else "an empty log",
                 where=start.coordinator_log,
             )
-        gone = not sessions.exists(start.session)  # then one last look at the log
+        with suppress(NoAnswer):  # the session may be there all the same
+            gone = not sessions.exists(start.session)  # then one last look at the log
         time.sleep(0.1)
 
 

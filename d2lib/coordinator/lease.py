@@ -2,6 +2,8 @@
 
 The lock is `flock` on a descriptor that no child inherits. Its file says who holds it: the runner, the job, since when,
 and the child, which may outlive a runner that was killed; while such a child lives the solo is not free.
+
+Other tools' lock files are only locked, never written. The child inherits those, since their tools cannot know of it.
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -105,6 +107,34 @@ def check_free(folder: Path, solo: str) -> None:
             found=f"pid {child['child']['pid']}, job {child['job']}",
             where=path,
         )
+
+
+@contextmanager
+def hold_further(paths: Iterable[str]) -> Iterator[tuple[int, ...]]:
+    """Hold other tools' lock files; gives the descriptors. Raises Refused at once when one is missing or taken."""
+    with ExitStack() as stack:
+        held = []
+        for name in paths:
+            path = Path(os.path.expanduser(name))
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError as error:
+                raise Refused(
+                    "a further lock cannot be opened",
+                    expected="an existing file, not a link",
+                    found=error.strerror,
+                    where=path,
+                    remedy="correct the profile, or touch the file where its own tool makes it only when it runs",
+                ) from None
+            stack.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Refused(
+                    "a further lock is taken: another tool uses the solo", where=path, remedy="wait until it has ended"
+                ) from None
+            held.append(descriptor)
+        yield tuple(held)
 
 
 def _acquire(path: Path, solo: str) -> int:

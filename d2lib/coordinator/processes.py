@@ -46,15 +46,26 @@ def before_exec(cpus: tuple[int, ...] | None, parent: int) -> Callable[[], None]
 
 
 def descendants(*, but: int | None = None) -> list[psutil.Process]:
-    """This process's living descendants, one of them left out; dead orphans are reaped."""
+    """The job's living processes: this process's descendants but for one, and but for its own questions."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if process.pid == but:
+            if process.pid == but or _is_question(process.pid):
                 continue
             if process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+def _is_question(pid: int) -> bool:
+    """Whether a process is a short question of the runner's own (to tmux), whose thread awaits it.
+
+    Such a one stays in the runner's session; a job has a session of its own and cannot enter another.
+    """
+    try:
+        return os.getsid(pid) == os.getsid(0)
+    except ProcessLookupError:
+        return False
 
 
 def reap(*, but: Iterable[int]) -> None:
@@ -62,7 +73,9 @@ def reap(*, but: Iterable[int]) -> None:
     kept = set(but)
     for process in psutil.Process().children():
         with suppress(psutil.NoSuchProcess, ChildProcessError):
-            if process.pid not in kept and process.status() == psutil.STATUS_ZOMBIE:
+            if process.pid in kept or _is_question(process.pid):
+                continue
+            if process.status() == psutil.STATUS_ZOMBIE:
                 os.waitpid(process.pid, os.WNOHANG)
 
 
@@ -79,33 +92,6 @@ def usage(processes: Iterable[psutil.Process]) -> Usage:
                     else:
                         swapped += int(kib) << 10
     return Usage(resident, swapped)
-
-
-def forbid_swap(
-    pid: int, name: str, *, mount: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> Path | None:
-    """Put a process into a new control group (version 2) that may not swap; children that it starts follow.
-
-    Returns: the group's folder, to be removed when it is empty; None where groups are not ours to make, so that swap
-        can only be watched.
-    """
-    group: Path | None = None
-    try:
-        line = next(line for line in own.read_text().splitlines() if line.startswith("0::"))
-        parent = mount / line.removeprefix("0::").lstrip("/")
-        if "memory" not in (parent / "cgroup.subtree_control").read_text().split():
-            return None
-        group = parent / name
-        group.mkdir()
-        with open(group / "memory.swap.max", "r+") as limit:
-            limit.write("0")
-        (group / "cgroup.procs").write_text(str(pid))
-        return group
-    except (OSError, StopIteration):
-        if group is not None:
-            with suppress(OSError):
-                group.rmdir()
-        return None
 
 
 def kill_all(processes: Iterable[psutil.Process]) -> None:

@@ -16,6 +16,7 @@ Job = Literal["full-fast", "g2-dev", "g2-legal", "g2-general", "g2-finish"]
 ANY_HOST = "localhost"
 """The host name that a profile gives when it may run on any machine."""
 GIB = 1 << 30
+MIB = 1 << 20
 
 
 class Solo(Record):
@@ -25,6 +26,8 @@ class Solo(Record):
     """The card's UUID as NVML prints it, or a beginning of it that names one card. Never an index."""
     cpus: tuple[int, ...] | None = Field(default=None, min_length=1, strict=False)
     """The CPUs that the job may use; without it, all of them."""
+    further_locks: tuple[str, ...] = Field(default=(), strict=False)
+    """Lock files of other tools that use the same place, absolute (or from `~`): held (flock) beside our own lock."""
 
     @property
     def title(self) -> str:
@@ -73,6 +76,12 @@ class Profile(Record):
     """Between two looks at the job's memory."""
     watch_seconds: float = Field(default=5.0, gt=0)
     """Between two looks at the power limit and the power logger."""
+    answer_seconds: float = Field(default=60.0, gt=0)
+    """How long a running job goes on while tmux or the driver gives no answer to such a look."""
+    swap_allowance_mib: float = Field(default=64.0, ge=0)
+    """What a job's computing processes may have in swap where no control group forbids it."""
+    swap_samples: int = Field(default=5, ge=1)
+    """Looks in a row, sample_seconds apart, that must find more in swap before the job is stopped."""
     confirm_seconds: float = Field(default=60.0, gt=0)
     """How long a start may take to be confirmed by the locked runner."""
     save_every: float = Field(default=300.0, gt=0)
@@ -98,6 +107,9 @@ class Profile(Record):
         for name, solo in self.solos.items():
             if not name.replace("-", "").isalnum():
                 raise ValueError(f"a solo's name has letters, digits and dashes, found {name!r}")
+            for path in solo.further_locks:
+                if not os.path.isabs(os.path.expanduser(path)):
+                    raise ValueError(f"a further lock of solo {name} is an absolute path, found {path!r}")
             if solo.card is not None and solo.cpus is not None:
                 raise ValueError(f"solo {name} is a card and a CPU slot")
             if solo.card is not None and self.power_limit_watts is None:

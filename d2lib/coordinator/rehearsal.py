@@ -74,6 +74,10 @@ class Run:
         resume = ("--resume", "--attempt", str(attempt)) if attempt else ()
         return self.type("--execute", "--phase", JOBS[job].phase, "--job", job, *resume)
 
+    def stop(self, job: Job) -> tuple[int, str]:
+        """--execute --stop one job."""
+        return self.type("--execute", "--stop", "--job", job)
+
     def holder(self, job: Job) -> dict[str, Any]:
         """Who holds the job's solo: runner and child."""
         solo = self.plan.profile.jobs[job]

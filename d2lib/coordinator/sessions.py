@@ -7,14 +7,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from d2lib.coordinator.children import clean_environment, last_line, run
+from d2lib.coordinator.children import ANSWER_SECONDS, NoAnswer, clean_environment, last_line, run
 from d2lib.coordinator.contract import Start
 from d2lib.errors import Refused, Unexpected
 
 SOCKET_PATH_BYTES = 108
 """sizeof(sockaddr_un.sun_path) on Linux, the NUL included."""
 _ABSENT = ("no server running", "no sessions", "No such file or directory")
-_LEAVING = ("server exited", "lost server", "no current")
+_TRIES = 5
 
 
 def socket_path(environment: Mapping[str, str] | None = None) -> Path:
@@ -41,22 +41,27 @@ def check_socket(environment: Mapping[str, str] | None = None) -> None:
         )
 
 
-def exists(name: str) -> bool:
+def exists(name: str, *, timeout: float = ANSWER_SECONDS) -> bool:
     """Whether a session of exactly this name is there.
 
     The names are listed and compared here, because tmux takes the beginning of a name for the name (`-t =NAME` apart).
+
+    Args:
+        timeout: seconds that one answer may take.
+
+    Raises:
+        NoAnswer: tmux does not say, asked several times, or hangs.
     """
-    for _ in range(5):
-        result = run(("tmux", "list-sessions", "-F", "#{session_name}"))
+    said = ""
+    for _ in range(_TRIES):
+        result = run(("tmux", "list-sessions", "-F", "#{session_name}"), timeout=timeout)
         if result.returncode == 0:
             return name in result.stdout.decode("utf-8", "replace").splitlines()
         said = last_line(result.stderr)
         if any(words in said for words in _ABSENT):
             return False
-        if not any(words in said for words in _LEAVING):
-            break
-        time.sleep(0.05)  # the last session ended while tmux was asked
-    raise Unexpected("tmux does not say which sessions are there", found=said, where=name)
+        time.sleep(0.05)  # for example, the last session ended while tmux was asked
+    raise NoAnswer("tmux does not say which sessions are there", found=said, where=name)
 
 
 def start_session(start: Start) -> None:

@@ -13,6 +13,8 @@ import sys
 from contextlib import suppress
 from datetime import UTC, datetime
 
+from d2lib.entry import run_command
+
 _END = re.compile(rb"[\r\n]+")
 _MOST = 1 << 16
 
@@ -41,4 +43,4 @@ def _append(descriptor: int, job: str, lines: list[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(run_command("stamp", lambda: main(sys.argv[1:])))

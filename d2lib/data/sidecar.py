@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import Tensor
 from d2lib.data.manifest import SequenceEntry
 from d2lib.errors import Refused
 from d2lib.files import inside, write_exclusive
+from d2lib.strict import parse_json
 
 TensorName = Literal["tokens", "taps", "hidden", "top20_ids", "top20_logprobs"]
 TOP = 20
@@ -173,9 +173,10 @@ def _parse_header(
 ) -> dict[TensorName, tuple[int, int]]:
     """Name → [start, stop) in the data; refuses anything but the five tensors, packed without gaps or overlaps."""
     try:
-        described: Any = json.loads(header)
-    except ValueError:
-        raise Refused("not a safetensors file", expected="a JSON header", where=path) from None
+        described: Any = parse_json(header, where=path)
+    except Refused as error:
+        found = error.message if error.found is None else f"{error.message}: {error.found}"
+        raise Refused("not a safetensors file", expected="a JSON header", found=found, where=path) from None
     if not isinstance(described, dict):
         raise Refused("not a safetensors file", expected="a JSON object as header", where=path)
     described.pop("__metadata__", None)

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2lib import __version__
-from d2lib.errors import D2Error, ExitStatus, Refused
+from d2lib.entry import describe, storage_failure
+from d2lib.errors import D2Error, ExitStatus, Refused, one_line
 from d2lib.evidence import notebook
 from d2lib.evidence.environment import (
     child_environment,
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 
 SCHEMAS = "d2lib.params:SCHEMAS"
 """Where the phases' parameter schemas are: module:name of a dict, phase → Record. Imported when a notebook runs."""
+
+
+KEPT = "what was written before it is kept, and the next attempt records this one"
 
 
 class PhaseExit(SystemExit):
@@ -93,6 +97,8 @@ class D2Engine:
             receipt, attempt = execute(nb, str(nb.metadata.papermill["output_path"]), options)
         except D2Error as error:
             _leave(error)
+        except OSError as error:
+            _leave(storage_failure(error, KEPT))
         except Exception:
             traceback.print_exc()
             raise PhaseExit(ExitStatus.UNEXPECTED) from None
@@ -110,13 +116,12 @@ def final_line(receipt: Receipt, attempt: Attempt) -> str:
     word = receipt.verdict or receipt.status
     text = f"d2: {receipt.name} attempt {receipt.attempt}: {word} after {receipt.seconds:.1f} s"
     if receipt.message:
-        text += f": {' '.join(receipt.message.split())[:600]}"
+        text += f": {one_line(receipt.message)[:600]}"
     return f"{text}\nd2: receipt {os.path.relpath(attempt.file(RECEIPT), from_start('.'))}"
 
 
 def _leave(error: D2Error) -> None:
-    word = "refused" if isinstance(error, Refused) else type(error).__name__.lower()
-    print(f"d2: {word}: {error}", file=sys.stderr, flush=True)
+    print(f"d2: {describe(error)}", file=sys.stderr, flush=True)
     raise PhaseExit(error.exit_status)
 
 

@@ -20,7 +20,17 @@ from pydantic import Field, ValidationError
 from d2lib.errors import Refused
 from d2lib.evidence.layout import LEDGER, LOCK, NOTEBOOK, RECEIPT, WORKING_NOTEBOOK, split_attempt
 from d2lib.evidence.receipts import DIGEST, Receipt, Status, Verdict, read_receipt, to_bytes
-from d2lib.files import Hashed, Record, canonical_json, fsync_folder, parse_json, publish, record_file, sha256_bytes
+from d2lib.files import (
+    Hashed,
+    Record,
+    canonical_json,
+    fsync_folder,
+    naming,
+    parse_json,
+    publish,
+    record_file,
+    sha256_bytes,
+)
 from d2lib.strict import first_problem
 
 
@@ -236,12 +246,13 @@ def settle(root: Path) -> list[LedgerLine]:
         return lines
     descriptor = os.open(root / LEDGER, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
-        for receipt in waiting:
-            line = make_line(receipt, len(lines) + 1, previous)
-            _write(descriptor, line[len(torn) :])
-            torn, previous = b"", sha256_bytes(line)
-            lines.append(LedgerLine.model_validate_json(line))
-        os.fsync(descriptor)
+        with naming(root / LEDGER):
+            for receipt in waiting:
+                line = make_line(receipt, len(lines) + 1, previous)
+                _write(descriptor, line[len(torn) :])
+                torn, previous = b"", sha256_bytes(line)
+                lines.append(LedgerLine.model_validate_json(line))
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
     fsync_folder(root)

@@ -14,7 +14,7 @@ from typing import Any
 from d2lib.errors import Refused
 from d2lib.evidence.layout import RESULT_MIME
 from d2lib.evidence.receipts import Opening, Receipt, Status, Verdict
-from d2lib.files import canonical_json, parse_json, sha256_bytes
+from d2lib.files import canonical_json, naming, parse_json, sha256_bytes
 
 MAX_BYTES = 100 * 1024 * 1024
 
@@ -39,8 +39,9 @@ def from_bytes(data: bytes) -> Any:
 def save(path: Path, text: str) -> None:
     """Replace a working notebook in one step; a reader never sees half of it."""
     part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    with naming(path):
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
 
 
 def is_code(cell: Any) -> bool:
@@ -90,17 +91,19 @@ def binding(opening: Opening, status: Status, verdict: Verdict | None) -> dict[s
 def check(data: bytes, receipt: Receipt) -> Iterator[tuple[str, object, object]]:
     """What in a receipt's notebook disagrees with the receipt: (message, expected, found)."""
     try:
-        nb = parse_json(data)
-        bound = dict(nb["metadata"]["d2"]["receipt"])
-        shown = dict(nb["metadata"]["papermill"]["parameters"])
-        code = [cell for cell in nb["cells"] if is_code(cell)]
-        digest, raised, found = cells_sha256(nb["cells"]), [has_error(cell) for cell in code], results(code)
+        yield from _disagreements(parse_json(data), receipt)
     except Refused as error:
         yield "the notebook is not strict JSON", error.expected, error.found or error.message
-        return
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         yield "not a receipt's notebook", "a notebook with a receipt's metadata", f"{type(error).__name__}: {error}"
-        return
+
+
+def _disagreements(nb: Any, receipt: Receipt) -> Iterator[tuple[str, object, object]]:
+    """As `check`, of a JSON value; raises what Python raises where it is not a notebook."""
+    bound = dict(nb["metadata"]["d2"]["receipt"])
+    shown = dict(nb["metadata"]["papermill"]["parameters"])
+    code = [cell for cell in nb["cells"] if is_code(cell)]
+    digest, raised, found = cells_sha256(nb["cells"]), [has_error(cell) for cell in code], results(code)
     expected = binding(receipt, receipt.status, receipt.verdict)
     if bound != expected:
         wrong = sorted(name for name in expected.keys() | bound.keys() if expected.get(name) != bound.get(name))
@@ -121,4 +124,8 @@ def check(data: bytes, receipt: Receipt) -> Iterator[tuple[str, object, object]]
     if len(found) != 1:
         yield "the notebook does not record exactly one result", 1, len(found)
     elif canonical_json(found[0]) != canonical_json({"result": receipt.result, "verdict": receipt.verdict}):
-        yield "the notebook records another result than the receipt", receipt.verdict, found[0].get("verdict")
+        yield (
+            "the notebook records another result than the receipt",
+            receipt.verdict,
+            (found[0].get("verdict") if isinstance(found[0], dict) else type(found[0]).__name__),
+        )

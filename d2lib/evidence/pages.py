@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 _VERDICT = re.compile(r'<p class="d2-verdict"[^>]*>\s*<strong[^>]*>[^<]*</strong>\s*(?P<sentence>[^<]*)</p>')
 _GATES = re.compile(r'aria-label="(Gates: )?[0-9]+ of [0-9]+ (checks )?hold"')
+_NUMBERS = re.compile(r"<details><summary>The numbers of this figure</summary>")
 _HEADING = re.compile(r"^(#{1,5} )", re.MULTILINE)
 _ELSEWHERE = '<p class="note"><a href="#verdict">Shown at the top of this page.</a></p>'
 
@@ -39,7 +40,11 @@ def render_notebook(nb: Any) -> Page:
         if cell["cell_type"] == "markdown":
             cell["source"] = _HEADING.sub(r"#\1", cell["source"])  # the page's own heading is the first
         if cell["cell_type"] == "code":
-            cell["outputs"] = _merge_streams(cell["outputs"])
+            cell["outputs"] = _with_numbers(_merge_streams(cell["outputs"]))
+            figures = sum("image/svg+xml" in output.get("data", {}) for output in cell["outputs"])
+            if figures:  # the style sheet sees tags as classes
+                tags = cell["metadata"].get("tags", [])
+                cell["metadata"]["tags"] = [*tags, "one-figure" if figures == 1 else "figures"]
             if not sentence:
                 sentence, verdict = _take_verdict(cell["outputs"])
     return Page(sentence, Markup(verdict), Markup(_exporter().from_notebook_node(nb)[0]))
@@ -69,6 +74,19 @@ def _take_verdict(outputs: list[Any]) -> tuple[str, str]:
             outputs[index]["data"]["text/html"] = _ELSEWHERE
             return html.unescape(found["sentence"]).strip(), rest
     return "", ""
+
+
+def _with_numbers(outputs: list[Any]) -> list[Any]:
+    """A figure and the numbers that are shown after it as one output, so that they stay together side by side."""
+    kept: list[Any] = []
+    for output in outputs:
+        text = output.get("data", {}).get("text/html", "")
+        before = kept[-1] if kept else {}
+        if "image/svg+xml" in before.get("data", {}) and _NUMBERS.match(text):
+            before["metadata"].setdefault("image/svg+xml", {})["numbers"] = text
+        else:
+            kept.append(output)
+    return kept
 
 
 def _merge_streams(outputs: list[Any]) -> list[Any]:

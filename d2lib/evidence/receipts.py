@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -71,7 +71,7 @@ class InputRecord(Record):
     size: int = Field(ge=0)
     sha256: str = DIGEST
     """Of the file's bytes, or of the folder's names, sizes and digests."""
-    files: dict[str, tuple[int, str]] | None = None
+    files: dict[str, tuple[int, Annotated[str, DIGEST]]] | None = None
     """A folder's files: relative path → (size, digest)."""
 
 

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from d2lib.errors import one_line
+
 State = Literal[
     "holds",
     "running",
@@ -71,14 +73,14 @@ class Report:
 
     def render_text(self) -> str:
         """The report for a terminal: what is wrong stands last, next to the conclusion."""
-        lines = [f"{self.root}: {self.receipts} receipts, {self.files} files, {self.size:,} bytes"]
+        lines = [f"{one_line(self.root)}: {self.receipts} receipts, {self.files} files, {self.size:,} bytes"]
         for row in sorted(self.rows, key=lambda row: not row.holds):
             text = f"  {row.state:<10} {row.where}: {row.message}"
             if row.expected is not None:
                 text += f"; expected: {row.expected}"
             if row.found is not None:
                 text += f"; found: {row.found}"
-            lines.append(text)
+            lines.append(f"  {one_line(text[2:])}")
         broken = sum(not row.holds for row in self.rows)
         lines.append(f"ledger head {self.head}" if self.head else "no ledger head")
         lines.append("everything holds" if not broken else f"{broken} {'problem' if broken == 1 else 'problems'}")

@@ -36,7 +36,7 @@ def run_phase(
     import papermill  # before d2lib.evidence.engine: papermill imports the engine while it imports itself
     from papermill.engines import papermill_engines
 
-    from d2lib.evidence.engine import D2Engine
+    from d2lib.evidence.engine import D2Engine, PhaseExit
 
     papermill_engines.register("d2", D2Engine)  # this d2lib's, whichever is installed
     folder = runs / namespace / step_name(notebook, job)
@@ -51,7 +51,7 @@ def run_phase(
             progress_bar=False,
             log_output=True,
         )
-    except SystemExit as error:
+    except PhaseExit as error:
         return ExitStatus(int(error.code or 0))
     return ExitStatus.DONE
 

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-from d2lib.errors import Refused
+from d2lib.errors import Refused, one_line
 from d2lib.evidence import notebook
 from d2lib.evidence.graph import Edge, draw
 from d2lib.evidence.layout import NOTEBOOK, OPENING, RECEIPT, WORKING_NOTEBOOK, split_attempt
@@ -248,6 +248,11 @@ def _gains_figure(rows: Sequence[Mapping[str, Any]]) -> str | None:
     return svg(plots.run_gains(rows))
 
 
+def _visible(value: Any) -> Any:
+    """What a template prints: markup as it is, text with what would not be seen written out."""
+    return one_line(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
 def _environment() -> Environment:
     from nbconvert.filters import text_base64
     from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
@@ -256,6 +261,7 @@ def _environment() -> Environment:
         loader=PackageLoader("d2lib.evidence", "templates"),
         autoescape=select_autoescape(default=True, default_for_string=True),
         undefined=StrictUndefined,
+        finalize=_visible,
         trim_blocks=True,
         lstrip_blocks=True,
     )

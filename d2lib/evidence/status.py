@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from d2lib.errors import Refused
+from d2lib.errors import Refused, one_line
 from d2lib.evidence.layout import LEDGER, NOTEBOOK, OPENING, RECEIPT, WORKING_NOTEBOOK, Attempt, numbers
 from d2lib.evidence.ledger import LedgerLine, is_held, read_ledger
 from d2lib.evidence.notebook import is_code
@@ -271,10 +271,15 @@ def progress(attempt: Attempt) -> str:
     """How far a running attempt is: cells begun, the last line that it printed, and how long ago it was saved."""
     path = attempt.file(WORKING_NOTEBOOK)
     try:
-        cells: list[dict[str, Any]] = json.loads(path.read_bytes())["cells"]
         age = time.time() - path.stat().st_mtime
+        return _cells_begun(json.loads(path.read_bytes())["cells"], age)
     except (OSError, ValueError, KeyError):
         return "starting"
+    except (TypeError, AttributeError):
+        return "its working notebook is damaged"
+
+
+def _cells_begun(cells: list[dict[str, Any]], age: float) -> str:
     code = [cell for cell in cells if is_code(cell)]
     begun = sum(cell.get("metadata", {}).get("papermill", {}).get("start_time") is not None for cell in code)
     text = f"cell {begun} of {len(code)}, saved {age:.0f} s ago"
@@ -290,15 +295,15 @@ def render_text(rows: Sequence[Row]) -> str:
     """The rows for a terminal: one line a step, then the commands that may come next."""
     lines, ready = [], [row for row in rows if row.ready]
     for namespace in dict.fromkeys(row.namespace for row in rows):
-        lines.append(namespace)
+        lines.append(one_line(namespace))
         for row in rows:
             if row.namespace == namespace:
                 word = row.verdict or row.state
                 text = "; ".join(part for part in (row.detail, "" if row.ready else row.why_not or "") if part)
                 attempt = f"attempt {row.attempt}" if row.attempt else ""
-                lines.append(f"  {row.step:<12} {word:<13} {attempt:<11} {text}".rstrip())
+                lines.append(one_line(f"  {row.step:<12} {word:<13} {attempt:<11} {text}").rstrip())
     if ready:
-        lines += ["", "may come next:", *(f"  {row.command}" for row in ready)]
+        lines += ["", "may come next:", *(one_line(f"  {row.command}") for row in ready)]
     return "\n".join(lines)
 
 

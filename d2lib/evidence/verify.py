@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -86,19 +86,25 @@ def verify(root: Path, *, progress: bool = False, policy: Policy | None = None) 
     return Report(root, tuple(run.rows), len(receipts), len(run.tree), size, head)
 
 
-def _walk_tree(run: _Run, folder: Path) -> None:
+def _walk_tree(run: _Run, root: Path) -> None:
     """Every regular file with one name; links, hard links and devices become rows."""
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError as error:
-        run.add("broken", folder.relative_to(run.root).as_posix(), "a folder cannot be read", found=error.strerror)
-        return
-    for entry in entries:
+    folders = [root]
+    while folders:
+        folder = folders.pop()
+        try:
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+            found = [(entry, entry.stat(follow_symlinks=False)) for entry in entries]
+        except OSError as error:
+            run.add("broken", folder.relative_to(root).as_posix(), "a folder cannot be read", found=error.strerror)
+            continue
+        folders += [Path(entry.path) for entry, status in reversed(found) if stat.S_ISDIR(status.st_mode)]
+        _note_files(run, [(entry, status) for entry, status in found if not stat.S_ISDIR(status.st_mode)])
+
+
+def _note_files(run: _Run, entries: Iterable[tuple[os.DirEntry[str], os.stat_result]]) -> None:
+    for entry, status in entries:
         name = Path(entry.path).relative_to(run.root).as_posix()
-        status = entry.stat(follow_symlinks=False)
-        if stat.S_ISDIR(status.st_mode):
-            _walk_tree(run, Path(entry.path))
-        elif not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "a device, socket or pipe"
             run.add("link", name, "not a plain file", expected="a regular file", found=kind)
         else:
@@ -262,8 +268,13 @@ def _check_unrecorded(run: _Run, recorded: set[tuple[str, int]]) -> None:
         if f"{folder}/{RECEIPT}" not in run.tree and is_held(run.root / name / LOCK):
             run.add("running", folder, "an attempt is running")
             run.evidence |= {path for path in inside if PurePosixPath(path).name.lstrip(".").startswith("working.")}
-            entries = read_journal(run.root / folder / JOURNAL)
-            run.writing += [str(entry["output"]["path"]) for entry in entries if "output" in entry]
+            try:
+                entries = read_journal(run.root / folder / JOURNAL)
+                run.writing += [str(entry["output"]["path"]) for entry in entries if "output" in entry]
+            except (Refused, ValueError, KeyError, TypeError) as error:
+                run.add(
+                    "broken", f"{folder}/{JOURNAL}", "the journal is damaged", found=f"{type(error).__name__}: {error}"
+                )
             continue
         if f"{folder}/{RECEIPT}" in run.tree:
             run.add("foreign", f"{folder}/{RECEIPT}", "a receipt that is not in the ledger", f"a line in {LEDGER}")
@@ -297,7 +308,9 @@ def _check_files(run: _Run, progress: bool) -> int:
             elif not any(row.where == name and row.state == "link" for row in run.rows):
                 run.add("missing", name, f"recorded by {run.claims[name][0].by} and not here")
         for name in outside:
-            if os.path.lexists(name):
+            if "\0" in name:
+                run.add("broken", name, "no file can have this name", found=f"an input of {run.claims[name][0].by}")
+            elif os.path.lexists(name):
                 _compare(run, name, Path(name), step)
             else:
                 run.add("elsewhere", name, f"an input of {run.claims[name][0].by}; not on this machine")
@@ -307,6 +320,9 @@ def _check_files(run: _Run, progress: bool) -> int:
 def _compare(run: _Run, name: str, path: Path, step: Callable[[int], None]) -> None:
     claims = run.claims[name]
     try:
+        if not stat.S_ISREG(path.lstat().st_mode):  # a pipe or a device could be read for ever
+            run.add("changed", name, "not a plain file", expected="a regular file", found="a link, pipe or device")
+            return
         size, digests = hash_prefixes(path, {claim.size for claim in claims}, step)
     except OSError as error:
         run.add("changed", name, "cannot be read", found=error.strerror)

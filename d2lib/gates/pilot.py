@@ -31,7 +31,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from d2lib.errors import ExitStatus, Refused
+from d2lib.entry import run_command
+from d2lib.errors import ExitStatus
 from d2lib.files import Record, canonical_json, read_json, sha256_bytes
 from d2lib.gates.bootstrap import Bootstrap, paired_request_bootstrap
 from d2lib.gates.gate import digest_field, holds, validated
@@ -218,18 +219,18 @@ def load_scores(path: Path) -> PilotScores:
     return validated(PilotScores, read_json(path), path)
 
 
-def main(arguments: Sequence[str]) -> ExitStatus:
+def main(arguments: Sequence[str]) -> int:
     """Print the verdict on a scores file as canonical JSON; exit status 0 PASS, 1 FAIL or INCONCLUSIVE, 2 refused."""
     if len(arguments) != 1:
         print("usage: python -m d2lib.gates.pilot SCORES.json", file=sys.stderr)
         return ExitStatus.REFUSED
-    try:
+
+    def judge() -> ExitStatus:
         verdict = judge_pilot(load_scores(Path(arguments[0])))
-    except Refused as error:
-        print(f"refused: {error}", file=sys.stderr)
-        return error.exit_status
-    print(canonical_json(verdict.model_dump()).decode())
-    return verdict.exit_status
+        print(canonical_json(verdict.model_dump()).decode())
+        return verdict.exit_status
+
+    return run_command("pilot", judge)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from d2lib.drafter.batch import BlockBatch
 from d2lib.drafter.batched import BatchedReference, select_rounds, self_check
-from d2lib.drafter.kernels import fold
+from d2lib.drafter.kernels import fold, one_thread
 from d2lib.drafter.reference import Reference, teacher_logits
 from d2lib.errors import Interrupted, Refused
 from d2lib.gates.journal import Computation, Journal
@@ -121,6 +121,7 @@ class Scorer:
         """What decides the last bits of a score here: a journal goes on only where it is the same."""
         return Computation(torch=str(torch.__version__), device=describe_device(self.head.device), batched=self.batched)
 
+    @one_thread()
     @torch.no_grad()
     def score(self, batch: BlockBatch) -> dict[str, tuple[Tensor, Tensor]]:
         """Arm → `measure` of the batch's rounds, all of which must be complete."""

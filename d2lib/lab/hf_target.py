@@ -28,6 +28,7 @@ from d2lib.errors import Refused
 from d2lib.files import Record, read_json, sha256_file
 from d2lib.lab.corpus import SourceFile
 from d2lib.lab.target import TargetOutput
+from d2lib.strict import parse_json
 
 PADDING = 1024
 """Rows of an embedding beyond its tokenizer's last id: models are padded to round sizes, never by so many."""
@@ -294,7 +295,7 @@ def load_huggingface(folder: Path) -> HuggingFaceModel:
     """The target that an assembly holds; refuses missing, extra or misshapen tensors."""
     transformers: Any = importlib.import_module("transformers")
     described = read_json(folder / "target.json")
-    config = transformers.AutoConfig.for_model(**json.loads(described["config"]))
+    config = transformers.AutoConfig.for_model(**parse_json(described["config"], where=folder / "target.json"))
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     path = folder / "target.safetensors"

@@ -7,8 +7,7 @@ the same bits again, however many threads it otherwise uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import get_args
 
@@ -18,21 +17,11 @@ from torch import Tensor
 from d2lib.data.check import CheckRow, thousands
 from d2lib.data.manifest import Manifest, Split
 from d2lib.data.sidecar import TOP, Sidecar, TensorName
+from d2lib.drafter.kernels import one_thread
 from d2lib.drafter.reference import teacher_logits
 from d2lib.lab.model import LanguageModel, load_model
 
 _BITS = {2: torch.int16, 4: torch.int32}
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch on one thread, and on as many as before afterwards."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @torch.no_grad()

@@ -163,7 +163,7 @@ def save_target(folder: Path, target: Target) -> None:
 
 def load_target(folder: Path) -> Target:
     """The target that `save_target` wrote; refuses missing, extra or misshapen tensors."""
-    target = Target(TargetConfig.model_validate(read_json(folder / "target.json")), torch.Generator())
+    target = Target(TargetConfig.parse(read_json(folder / "target.json"), folder / "target.json"), torch.Generator())
     path = folder / "target.safetensors"
     try:
         target.load_state_dict(read_tensors(path))

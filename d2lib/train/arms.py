@@ -18,6 +18,7 @@ from d2lib.drafter.batched import BatchedReference
 from d2lib.drafter.config import DrafterConfig
 from d2lib.drafter.family import fast_drafter
 from d2lib.drafter.head_loss import HeadLoss
+from d2lib.drafter.kernels import one_thread
 from d2lib.drafter.lora import Adapter
 from d2lib.drafter.objectives import OBJECTIVES, SlotStatistics
 from d2lib.drafter.reference import teacher_logits
@@ -74,6 +75,7 @@ class ReferenceArm:
         self.head = self.drafter.reference.head
         self.objective = OBJECTIVES[recipe.objective]
 
+    @one_thread()
     def accumulate(self, batch: BlockBatch) -> HeadLoss:
         """See Arm."""
         valid = batch.valid
