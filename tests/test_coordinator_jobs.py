@@ -435,12 +435,13 @@ def test_a_job_before_the_stage_refuses(tmp_path: Path) -> None:
 
 
 def test_anyones_check_inputs_leaves_nothing_and_stage_admits_by_itself(tmp_path: Path, socket: Path) -> None:
-    host = Host(make_case(tmp_path))
-    demo = str(Path(__file__).resolve().parent.parent / "params" / "demo" / "coordinator.yaml")
+    case = make_case(tmp_path)
+    other = str(shutil.copy(case.profile, case.source / "other.yaml"))
+    host = Host(Case(case.folder, case.source, commit(case.source), case.inputs))
     for more, who in (
         (("--check-inputs",), None),
         (("--check-inputs",), "someone"),
-        (("--check-inputs", "--profile", demo), "test/coordinator"),
+        (("--check-inputs", "--profile", other), "test/coordinator"),
     ):
         status, said = host.type(*more, who=who)
         assert status == 0, said
