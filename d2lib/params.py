@@ -8,7 +8,7 @@ pilot and from nowhere else.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -22,6 +22,9 @@ RESCORED_ROUNDS = 459
 class PhaseParams(Record):
     """What every phase takes."""
 
+    once: ClassVar[bool] = False
+    """Whether the phase, once done, never runs again. Others may: they find the same, or judge anew."""
+
     run: str = Field(min_length=1)
     """The run root, runs/NAMESPACE: the folder that holds the ledger, the receipts and what the phases made."""
 
@@ -33,6 +36,7 @@ class PhaseParams(Record):
 class CaptureParams(PhaseParams):
     """capture: make the assembly. `profile` is validated by the lab (see CaptureProfile)."""
 
+    once = True
     profile: dict[str, Any]
 
 
@@ -143,6 +147,7 @@ class StageParams(PhaseParams):
 class TrainParams(AssemblyParams):
     """train: the full run that the admitted pilot qualified."""
 
+    once = True
     output: str = "full"
     resume: bool = False
     save_every: float = Field(default=300.0, gt=0)
@@ -159,6 +164,7 @@ class TrainParams(AssemblyParams):
 class G2Params(AssemblyParams):
     """g2: one split's full population, baseline and candidate, in reference arithmetic."""
 
+    once = True
     split: Split
     output: str = "full"
     threads: int = Field(default=2, ge=1)
@@ -170,6 +176,7 @@ class G2Params(AssemblyParams):
 class FinishParams(PhaseParams):
     """finish: bind the three parts and give the verdict."""
 
+    once = True
     output: str = "full"
     policy: str | None = None
     """YAML that says whose signatures admission, training and the three parts need; without it none."""

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import signal
 import stat
 import subprocess
@@ -15,7 +16,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
-from coordinator_case import PROFILE, Case, is_gone, make_case, private_tmux, tmux, wait_until
+from coordinator_case import PROFILE, Case, commit, is_gone, make_case, private_tmux, tmux, wait_until
 
 from d2lib.coordinator import jobs, sessions
 from d2lib.coordinator.command import main, parser, plan_of

@@ -88,7 +88,7 @@ def replay_rows(
             expected=f"the stored bits in every one of {thousands(rows, 'row')}",
             found=f"{thousands(rows, 'row')} of {thousands(len(entries), 'sequence')} replayed"
             + (f"; {thousands(len(found), 'sequence')} differ; the first: {found[0]}" if found else ", all equal"),
-            where=str(folder),
+            where=split,
             holds=bool(entries) and not found,
         )
         for name, found in problems.items()
