@@ -217,7 +217,7 @@ def other_comment(case: AdmittedCase) -> None:
 
 
 def one_numerical_file_less(case: AdmittedCase) -> None:
-    (case.pilot / "repo/d2lib/drafter/rotary.py").unlink()
+    (case.pilot / "repo/d2lib/drafter/deepseek/rotary.py").unlink()
     case.bind()
 
 
@@ -295,7 +295,7 @@ ALONE: list[tuple[str, str, Callable[[AdmittedCase], Any]]] = [
         receipt(lambda v: v["arms"]["fast"].update(checkpoint="../pilot/fast.safetensors")),
     ),
     ("numerical files", "1 that are not; the first: d2lib/drafter/kernels.py", other_comment),
-    ("numerical files", "1 that are not; the first: d2lib/drafter/rotary.py", one_numerical_file_less),
+    ("numerical files", "1 that are not; the first: d2lib/drafter/deepseek/rotary.py", one_numerical_file_less),
     ("numerical files", "1 that are not; the first: d2lib/drafter/tricks.py", one_numerical_file_more),
     ("frozen sample", "the sample's namespace|the sample's seed", lambda case: case.bind(sample_namespace="other")),
     ("frozen sample", "2 that are on one side only", scores(another_round)),
