@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,6 +49,17 @@ def _verify(options: argparse.Namespace) -> ExitStatus:
     report = verify(options.path, progress=sys.stderr.isatty(), policy=policy)
     print(json.dumps(report.as_dict(), indent=1) if options.json else report.render_text())
     return ExitStatus.DONE if report.holds else ExitStatus.REFUSED
+
+
+def _repair(options: argparse.Namespace) -> ExitStatus:
+    from d2lib.evidence.repair import repair
+
+    root = Path(os.path.abspath(options.path))
+    found = repair(root, remove=not options.dry_run)
+    for path in found:
+        print(f"{'would be removed' if options.dry_run else 'removed'}: {path.relative_to(root)}")
+    print(f"{len(found)} leftovers of writers that died")
+    return ExitStatus.DONE
 
 
 def _status(options: argparse.Namespace) -> ExitStatus:
@@ -168,6 +180,11 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("--json", action="store_true", help="print data instead of a table")
 
     verify.add_argument("--policy", type=Path, help="YAML: which phases must be signed, and by whose keys")
+
+    text = "remove what writers that died left beside what they had published; touches nothing final or running"
+    repair = add("repair", _repair, text)
+    repair.add_argument("path", type=Path, help="a run root, e.g. runs/demo")
+    repair.add_argument("--dry-run", action="store_true", help="only say what would be removed")
 
     status = add(
         "status", _status, "what ran, what runs, what may come next with its command, and why the rest may not"

@@ -8,7 +8,7 @@ pilot and from nowhere else.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator
 
@@ -19,6 +19,9 @@ Split = Literal["dev", "heldout_legal", "heldout_general"]
 
 class PhaseParams(Record):
     """What every phase takes."""
+
+    once: ClassVar[bool] = False
+    """Whether the phase, once done, never runs again. Others may: they find the same, or judge anew."""
 
     run: str = Field(min_length=1)
     """The run root, runs/NAMESPACE: the folder that holds the ledger, the receipts and what the phases made."""
@@ -31,6 +34,7 @@ class PhaseParams(Record):
 class CaptureParams(PhaseParams):
     """capture: make the assembly. `profile` is validated by the lab (see CaptureProfile)."""
 
+    once = True
     profile: dict[str, Any]
 
 
@@ -113,6 +117,7 @@ class StageParams(PhaseParams):
 class TrainParams(AssemblyParams):
     """train: the full run that the admitted pilot qualified."""
 
+    once = True
     admission: str = "admission/admitted.json"
     output: str = "full"
     resume: bool = False
@@ -126,6 +131,7 @@ class TrainParams(AssemblyParams):
 class G2Params(AssemblyParams):
     """g2: one split's full population, baseline and candidate, in reference arithmetic."""
 
+    once = True
     split: Split
     admission: str = "admission/admitted.json"
     output: str = "full"
@@ -136,6 +142,7 @@ class G2Params(AssemblyParams):
 class FinishParams(PhaseParams):
     """finish: bind the three parts and give the verdict."""
 
+    once = True
     admission: str = "admission/admitted.json"
     output: str = "full"
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
+import psutil
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from d2lib.benchmark.cases import drafter_config, random_adapter, random_blocks,
 from d2lib.benchmark.drafting import BF16_TOLERANCE, TOLERANCES, fast_update, measure_update, reference_update, slope
 from d2lib.benchmark.head import LOSSES, HeadCase
 from d2lib.benchmark.measure import Peak, Place, Row, in_child, medians
+from d2lib.benchmark.threads import rates
 from d2lib.drafter.family import fast_drafter, reference_drafter
 from d2lib.errors import Unexpected
 
@@ -85,3 +88,16 @@ def test_in_bf16_only_the_tolerances_are_bounds() -> None:
     assert all(row.bound == BF16_TOLERANCE and 1e-3 < row.value < 0.3 for row in errors), errors  # bf16 indeed
     assert Place.of("cpu", None).bounded
     assert str(Place.of("cpu", None)) == "fp32 on cpu"
+
+
+def test_rates_are_measured_alone_and_beside_a_process_that_ends() -> None:
+    before = torch.get_num_threads()
+    try:
+        found = rates(dim=32, vocab_size=64, seconds=0.0)
+    finally:
+        torch.set_num_threads(before)
+    names = {(*name.split(", "),) for name in found}
+    assert names == set(product(("REF scoring", "FAST update"), ("1", "2"), ("alone", "beside a busy process")))
+    assert all(rate > 0 for rate in found.values())
+    busy = [process for process in psutil.Process().children() if "while True: pass" in process.cmdline()]
+    assert not busy

@@ -10,12 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import random_batch, tiny_adapter, tiny_config, tiny_weights
 
+from d2lib.benchmark.cases import drafter_config
 from d2lib.drafter import batched, reference
 from d2lib.drafter.batch import BlockBatch
 from d2lib.drafter.batched import BatchedReference, select_rounds, self_check
 from d2lib.drafter.deepseek.config import DeepseekConfig
 from d2lib.drafter.family import reference_drafter
 from d2lib.drafter.reference import Reference
+from d2lib.train.arms import ReferenceArm
+from d2lib.train.recipe import RECIPES
 
 WIDE = {"dim": 96, "head_dim": 32, "rope_head_dim": 16, "moe_inter_dim": 80, "vocab_size": 300, "noise_token_id": 299}
 CONFIGS = {
@@ -70,15 +73,41 @@ def test_same_bits(name: str, count: int, rounds: int, threads: None) -> None:
     assert_same_bits(*drafter(config, adapted=name != "wide"), random_batch(config, rounds, seed=count))
 
 
-def test_the_number_of_threads_does_not_change_a_bit(threads: None) -> None:
-    config = CONFIGS["wide"]
+SHARED = drafter_config(
+    dim=32,
+    vocab_size=256,
+    n_stages=2,
+    target_layer_ids=(0, 1),
+    window=16,
+    n_heads=2,
+    head_dim=16,
+    rope_head_dim=8,
+    q_lora_rank=16,
+    o_lora_rank=16,
+    moe_inter_dim=32,
+    hc_mult=2,
+    hc_sinkhorn_iters=3,
+)
+"""Sizes at which the library shares a product between two threads, and orders its sums otherwise then."""
+
+
+@pytest.mark.parametrize("config", [CONFIGS["wide"], SHARED], ids=["wide", "shared"])
+def test_the_number_of_threads_does_not_change_a_bit(config: DeepseekConfig, threads: None) -> None:
     _, many = drafter(config)
-    outputs = []
+    outputs, alone, gradients = [], [], []
     for count in (1, 2):
         torch.set_num_threads(count)
-        outputs.append(many.run_batch(random_batch(config, 70)))
+        batch = random_batch(config, 70)
+        outputs.append(many.run_batch(batch))
+        alone.append(many.reference.forward(batch.round(3)).logits)
+        adapter = {name: tensor.detach().clone().requires_grad_() for name, tensor in tiny_adapter(config).items()}
+        ReferenceArm(config, tiny_weights(config), adapter, RECIPES["KL"]).accumulate(random_batch(config, 20))
+        gradients.append(torch.cat([tensor.grad.flatten() for _, tensor in sorted(adapter.items())]))
+        assert torch.get_num_threads() == count  # and it is put back
     for name in ("hidden", "logits", "confidence", "drafts"):
         assert torch.equal(bits(getattr(outputs[0], name)), bits(getattr(outputs[1], name)))
+    assert torch.equal(bits(alone[0]), bits(alone[1]))
+    assert torch.equal(bits(gradients[0]), bits(gradients[1]))
 
 
 @given(data=st.data(), chunk=st.integers(1, 40))

@@ -361,7 +361,8 @@ def test_receipts_in_a_folder_are_never_part_of_it() -> None:
 def test_children_get_the_allowlist_and_nothing_else() -> None:
     source = {"PATH": "/bin", "LC_ALL": "C", "GIT_DIR": "/x", "AWS_SECRET": "s", "OMP_NUM_THREADS": "2", "D2_X": "1"}
     expected = {"PATH": "/bin", "LC_ALL": "C", "OMP_NUM_THREADS": "2", "MINE": "1"}
-    assert child_environment({"MINE": "1"}, source=source) == expected
+    assert child_environment({"MINE": "1"}, source=source) == expected | {"OMP_WAIT_POLICY": "PASSIVE"}
+    assert child_environment(source={"OMP_WAIT_POLICY": "ACTIVE"}) == {"OMP_WAIT_POLICY": "ACTIVE"}
 
 
 def test_the_environments_record_is_canonical_and_says_what_is_installed() -> None:

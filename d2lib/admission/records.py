@@ -147,5 +147,5 @@ def parse_record(kind: type[Kind], value: Any, where: object) -> Kind:
 
 
 def write_record(path: Path, record: Record) -> Hashed:
-    """Create a record's file in canonical JSON; never overwrites. Returns the file's digest."""
-    return write_json(path, record.model_dump(mode="json"))
+    """Create a record's file in canonical JSON, or find the same bytes there; returns the file's digest."""
+    return write_json(path, record.model_dump(mode="json"), once=True)

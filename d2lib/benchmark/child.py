@@ -54,6 +54,13 @@ def dataset(*, folder: str, dim: int, threads: int) -> dict[str, float]:
     }
 
 
+def threads(*, dim: int, vocab_size: int, seconds: float) -> dict[str, float]:
+    """Rates by number of threads."""
+    from d2lib.benchmark.threads import rates
+
+    return rates(dim=dim, vocab_size=vocab_size, seconds=seconds)
+
+
 def _pages(folder: str) -> int:
     """Bytes of a folder's files that this process holds in memory (Linux: smaps)."""
     total, ours = 0, False
@@ -67,7 +74,7 @@ def _pages(folder: str) -> int:
     return total
 
 
-TASKS: dict[str, Callable[..., dict[str, float]]] = {"head": head, "dataset": dataset}
+TASKS: dict[str, Callable[..., dict[str, float]]] = {"head": head, "dataset": dataset, "threads": threads}
 
 
 def main(arguments: list[str]) -> int:

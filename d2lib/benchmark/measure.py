@@ -109,9 +109,9 @@ def medians(sides: Mapping[str, Callable[[], object]], repeats: int, calls: int 
     return {name: median(values) for name, values in seconds.items()}
 
 
-def in_child(task: str, **arguments: Any) -> dict[str, float]:
-    """Run a task of `d2lib.benchmark.child` in a process of its own; its figures."""
-    environment = child_environment({})
+def in_child(task: str, *, environment: Mapping[str, str] | None = None, **arguments: Any) -> dict[str, float]:
+    """Run a task of `d2lib.benchmark.child` in a process of its own, with these variables set; its figures."""
+    environment = child_environment(environment)
     path = library_path(environment.get("PYTHONPATH"))
     if path is not None:
         environment["PYTHONPATH"] = path

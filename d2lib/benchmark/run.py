@@ -15,6 +15,7 @@ from d2lib.benchmark.data import measure_bootstrap, measure_dataset
 from d2lib.benchmark.drafting import GROWTH, measure_growth, measure_scoring, measure_sharing, measure_update, slope
 from d2lib.benchmark.head import measure_head
 from d2lib.benchmark.measure import Place, Row
+from d2lib.benchmark.threads import measure_threads
 from d2lib.progress import bar
 
 Scale = Literal["tiny", "full"]
@@ -95,6 +96,7 @@ def benchmark(
                 rounds=2_000 if full else 20, literal=100 if full else 5, repeats=repeats, place=place, **sizes
             )
         ),
+        "threads": table(lambda: measure_threads(seconds=3.0 if full else 0.0, **sizes)),
         "bootstrap": table(lambda: measure_bootstrap(repeats=repeats, resamples=10_000 if full else 100)),
         "dataset": table(
             lambda: measure_dataset(threads=threads) if full else measure_dataset(threads=threads, production=_SMALL)

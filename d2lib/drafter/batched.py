@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from d2lib.drafter.batch import BlockBatch, gather_context
 from d2lib.drafter.config import DrafterConfig
 from d2lib.drafter.family import reference_drafter
+from d2lib.drafter.kernels import one_thread
 from d2lib.drafter.reference import Reference
 
 _CHUNK_ROUNDS = 256
@@ -53,6 +54,7 @@ class BatchedReference:
     ) -> None:
         self.reference = reference_drafter(config, weights, adapter)
 
+    @one_thread()
     def forward_batch(self, batch: BlockBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Hidden [B, K, dim], teacher-forced logits [B, K, V] and confidence [B, K], if any; differentiable."""
         reference, hiddens, logits, confidences = self.reference, [], [], []
@@ -64,6 +66,7 @@ class BatchedReference:
             confidences.append((rounds, reference.confidence(hidden, previous)))
         return _in_order(hiddens), _in_order(logits), _in_order_if_any(confidences)
 
+    @one_thread()
     @torch.no_grad()
     def draft_batch(self, batch: BlockBatch, k: int | None = None) -> Tensor:
         """The first k (all by default) drafted tokens of every round, greedy: [B, k] int64."""
@@ -75,6 +78,7 @@ class BatchedReference:
             ]
         )
 
+    @one_thread()
     @torch.no_grad()
     def run_batch(self, batch: BlockBatch) -> BatchOutput:
         """Teacher-forced results and drafts from one pass of the backbone."""

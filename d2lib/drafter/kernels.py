@@ -14,6 +14,9 @@ The last two rest on the library rather than on a standard: `batched.self_check`
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -29,6 +32,22 @@ _NARROW = 16
 
 _EXP_LIMIT = 80.0
 """exp of ±this is a normal fp32 number, so that neither a value nor a gradient becomes inf or NaN."""
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one thread, and on as many as before afterwards; also a decorator.
+
+    The reference computes so. Its products and sums are too small to share: two threads would meet after each of them,
+    and beside a busy process each such meeting may last a scheduler's time slice. And a library orders a product by
+    the number of threads too. What is independent (requests, splits) is computed by several processes instead.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

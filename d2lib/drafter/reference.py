@@ -20,7 +20,7 @@ from d2lib.drafter.batch import Round
 from d2lib.drafter.config import DrafterConfig
 from d2lib.drafter.family import family_of
 from d2lib.drafter.heads import ConfidenceHead, MarkovHead
-from d2lib.drafter.kernels import fold, linear, rms_norm
+from d2lib.drafter.kernels import fold, linear, one_thread, rms_norm
 from d2lib.drafter.lora import adapter_rank
 from d2lib.drafter.weights import check_weights
 from d2lib.errors import Refused
@@ -70,12 +70,14 @@ class Reference(ABC):
         self.markov = self.markov_head()
         self._confidence = self.confidence_head()
 
+    @one_thread()
     def forward(self, round: Round) -> RoundOutput:
         """The round's slots, each given the true previous token."""
         hidden, previous = self._hidden(round), round.previous
         logits = self.add_markov(self.base_logits(hidden), self.latents(hidden, previous))
         return RoundOutput(hidden, logits, self.confidence(hidden, previous))
 
+    @one_thread()
     @torch.no_grad()
     def draft(self, round: Round, k: int | None = None) -> Tensor:
         """The first k (all by default) drafted tokens, greedy: [k] int64. The lowest index wins a tie."""

@@ -31,35 +31,43 @@ NUMERIC = frozenset(
 )
 """Variables that can change a result; children get them and the record shows them."""
 
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""How idle threads of a child wait unless its user says otherwise: asleep, before OpenMP starts. By default they spin,
+and beside another busy process each spin takes a scheduler's time slice from those that work. No result changes."""
+
 COORDINATOR = "D2_COORDINATOR"
 """Who executes. A stage's kernel gets it, because it checks it too; no other child does."""
 
-ALLOWED = NUMERIC | {
-    "CONDA_PREFIX",
-    "HOME",
-    "LANG",
-    "LANGUAGE",
-    "LD_LIBRARY_PATH",
-    "LOGNAME",
-    "MPLCONFIGDIR",
-    "PATH",
-    "PYTHONDONTWRITEBYTECODE",
-    "SHELL",
-    "TERM",
-    "TMPDIR",
-    "TZ",
-    "USER",
-    "VIRTUAL_ENV",
-    "XDG_CACHE_HOME",
-    "XDG_RUNTIME_DIR",
-}
+ALLOWED = (
+    NUMERIC
+    | WAITING.keys()
+    | {
+        "CONDA_PREFIX",
+        "HOME",
+        "LANG",
+        "LANGUAGE",
+        "LD_LIBRARY_PATH",
+        "LOGNAME",
+        "MPLCONFIGDIR",
+        "PATH",
+        "PYTHONDONTWRITEBYTECODE",
+        "SHELL",
+        "TERM",
+        "TMPDIR",
+        "TZ",
+        "USER",
+        "VIRTUAL_ENV",
+        "XDG_CACHE_HOME",
+        "XDG_RUNTIME_DIR",
+    }
+)
 """Everything that a child may inherit, with the LC_* family; the rest stays behind."""
 
 
 def child_environment(
     extra: Mapping[str, str] | None = None, *, source: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """A new environment for a kernel or another child, from the allowlist and nothing else.
+    """A new environment for a kernel or another child: the allowlist, `WAITING`, and nothing else.
 
     Args:
         extra: variables to add.
@@ -67,7 +75,7 @@ def child_environment(
     """
     source = os.environ if source is None else source
     kept = {name: value for name, value in source.items() if name in ALLOWED or name.startswith("LC_")}
-    return kept | dict(extra or {})
+    return WAITING | kept | dict(extra or {})
 
 
 def who_executes(phase: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from d2lib.drafter.batch import BlockBatch
 from d2lib.drafter.batched import BatchedReference, select_rounds, self_check
-from d2lib.drafter.kernels import fold
+from d2lib.drafter.kernels import fold, one_thread
 from d2lib.drafter.reference import Reference, teacher_logits
 from d2lib.errors import Interrupted, Refused
 from d2lib.gates.journal import Journal
@@ -98,6 +98,7 @@ class Scorer:
             else "one round at a time: batched arithmetic does not give the same bits on this machine"
         )
 
+    @one_thread()
     @torch.no_grad()
     def score(self, batch: BlockBatch) -> dict[str, tuple[Tensor, Tensor]]:
         """Arm → `measure` of the batch's rounds, all of which must be complete."""

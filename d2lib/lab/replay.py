@@ -7,8 +7,7 @@ the same bits again, however many threads it otherwise uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -18,21 +17,11 @@ from torch import Tensor
 from d2lib.data.check import CheckRow, thousands
 from d2lib.data.manifest import Manifest, Split
 from d2lib.data.sidecar import TOP, Sidecar, TensorName
+from d2lib.drafter.kernels import one_thread
 from d2lib.drafter.reference import teacher_logits
 from d2lib.lab.model import LanguageModel
 
 _BITS = {2: torch.int16, 4: torch.int32}
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch on one thread, and on as many as before afterwards."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @torch.no_grad()
@@ -97,7 +86,7 @@ def replay_rows(
             expected=f"the stored bits in every one of {thousands(rows, 'row')}",
             found=f"{thousands(rows, 'row')} of {thousands(len(entries), 'sequence')} replayed"
             + (f"; {thousands(len(found), 'sequence')} differ; the first: {found[0]}" if found else ", all equal"),
-            where=str(folder),
+            where=split,
             holds=bool(entries) and not found,
         )
         for name, found in problems.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,11 +76,11 @@ def full_training(
 ) -> TrainResult:
     """Train full-fast.pt; see `train` for what is saved, bound and refused.
 
-    A run that was killed between its last byte and its receipt is complete: with `resume` its result is returned and
-    nothing is trained.
+    A run that ended between its last byte and its receipt is complete: its result is returned, once everything that it
+    is bound to is compared, and nothing is trained.
     """
     admitted.check(assembly)
-    if resume and (out / f"{NAME}.pt").exists():
+    if os.path.lexists(out / f"{NAME}.pt"):
         return _completed(assembly, admitted, out)
     return train(
         assembly.blocks("train"),
