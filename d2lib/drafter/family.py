@@ -41,6 +41,8 @@ class Family:
     lora_targets: names of the adapted modules; `NAME.weight` is theirs.
     projections: names of the weights that are projections, which Muon can train: neither tables nor norms.
     reference, fast: REF, and the training path.
+    activations: (config, blocks, seen) → fp32 numbers that FAST holds at most during an update of so many blocks, each
+        with `seen` context rows of its own, head and loss aside; an estimate that is too high rather than too low.
     """
 
     config: type[DrafterConfig]
@@ -52,6 +54,7 @@ class Family:
     projections: Callable[[Any], list[str]]
     reference: type[Reference]
     fast: type[FastDrafter]
+    activations: Callable[[Any, int, int], int]
 
 
 def family_named(name: object, *, where: object = None) -> Family:

@@ -1,7 +1,7 @@
 """The drafter of DeepSeek-V4 and V4.1: stages of multi-query attention and experts over hyper-connected streams."""
 
 from d2lib.drafter.deepseek.config import DeepseekConfig
-from d2lib.drafter.deepseek.fast import DeepseekFast
+from d2lib.drafter.deepseek.fast import DeepseekFast, activations
 from d2lib.drafter.deepseek.reference import DeepseekReference
 from d2lib.drafter.deepseek.weights import EMBED, HEAD, fresh, lora_targets, projections, shapes
 from d2lib.drafter.family import Family
@@ -16,4 +16,5 @@ FAMILY = Family(
     projections=projections,
     reference=DeepseekReference,
     fast=DeepseekFast,
+    activations=activations,
 )
