@@ -8,7 +8,7 @@ PIP_INSTALL ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo demo-null smollm2 fixture test lint benchmark site clean
+.PHONY: install demo demo-null smollm2 fixture test lint benchmark crash site clean
 install: $(VENV)/installed
 
 $(VENV)/installed: requirements.lock pyproject.toml
@@ -51,6 +51,11 @@ test: lint fixture
 
 benchmark: install
 	$(BIN)/d2 run notebooks/benchmark.ipynb -f params/demo/benchmark.yaml
+
+# Signals and faults at every kind of file operation, and what must hold after them: CRASH='--count 200 --minutes 120'.
+CRASH ?= --count 40 --seed 23 --minutes 30
+crash: install
+	$(BIN)/python tests/crash_campaign.py $(CRASH)
 
 site: install
 	$(BIN)/d2 site runs --out site

@@ -6,15 +6,17 @@ RFC 8785. Nothing in this module overwrites a file.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import rfc8785
@@ -25,6 +27,7 @@ from d2lib.strict import parse_json as parse_json
 from d2lib.strict import read_json as read_json
 
 _CHUNK = 1 << 20
+_WORKING = re.compile(r"\..+\.[0-9a-f]{12}\.part")
 
 
 @dataclass(frozen=True, order=True)
@@ -98,12 +101,16 @@ def sha256_file(path: Path) -> Hashed:
     return record_file(path).sha256
 
 
-def walk(root: Path) -> Iterator[Path]:
-    """Every regular file under a folder in path order; refuses links, hard links and devices, and names them."""
+def walk(root: Path, *, skip: Callable[[str], bool] = lambda _: False) -> Iterator[Path]:
+    """Every regular file under a folder in path order; refuses links, hard links and devices, and names them.
+
+    Args:
+        skip: (name of a file or folder) → whether to pass it over unseen.
+    """
     if root.is_symlink() or not root.is_dir():
         raise Refused("not a folder", expected="a folder, not a link", where=root)
     for folder, names, files in os.walk(root, followlinks=False):
-        names.sort()
+        names[:] = sorted(name for name in names if not skip(name))
         for name in names:
             if os.path.islink(os.path.join(folder, name)):
                 raise Refused(
@@ -112,7 +119,7 @@ def walk(root: Path) -> Iterator[Path]:
                     found="a symbolic link",
                     where=os.path.join(folder, name),
                 )
-        for name in sorted(files):
+        for name in sorted(name for name in files if not skip(name)):
             path = Path(folder, name)
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode):
@@ -210,20 +217,105 @@ def publish(working: Path, final: Path, *, mode: int = 0o444) -> None:
 
 def write_exclusive(path: Path, data: bytes, *, mode: int = 0o444) -> None:
     """Create a file with these bytes, durable and complete or not at all; never overwrites."""
-    working = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
-    descriptor = os.open(working, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    descriptor, working = _open_working(path)
     try:
         with naming(path), os.fdopen(descriptor, "wb") as stream:
             stream.write(data)
-        publish(working, path, mode=mode)
+            stream.flush()
+            publish(working, path, mode=mode)
     finally:
         working.unlink(missing_ok=True)
 
 
-def write_json(path: Path, value: Any, *, mode: int = 0o444) -> Hashed:
-    """Create a file of canonical JSON and a newline; never overwrites. Returns the file's digest."""
+def _open_working(path: Path) -> tuple[int, Path]:
+    """A new working file beside `path`, locked for as long as its writer lives (see `remove_abandoned`)."""
+    while True:
+        working = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
+        descriptor = os.open(working, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor, working
+        os.close(descriptor)  # taken for abandoned between the two calls
+
+
+def write_once(path: Path, data: bytes, *, mode: int = 0o444) -> None:
+    """Create a file with these bytes, or find the same bytes there: a product that an earlier attempt finished.
+
+    Raises:
+        Refused: the file is there with other bytes, or is a link.
+    """
+    if not os.path.lexists(path):
+        return write_exclusive(path, data, mode=mode)
+    expected, found = sha256_bytes(data), sha256_file(path)
+    if found != expected:
+        raise Refused(
+            f"{path.name} exists already and is not what is made now",
+            expected=expected,
+            found=found,
+            where=path,
+            remedy="it is never overwritten: go on with the inputs, parameters and code that made it, or in a new run",
+        )
+    return fsync_folder(path.parent)
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether a path names, or lies in, something at work: `.NAME.part`. It is never an input, output or evidence."""
+    return any(part.startswith(".") and part.endswith(".part") for part in PurePosixPath(name).parts)
+
+
+def remove_abandoned(folder: Path, *, remove: bool = True) -> list[Path]:
+    """Remove working files and folders under a folder whose writer died, and return them.
+
+    A living writer holds a lock on its own. Such a file may be a second name of what was published from it; that name
+    stays.
+
+    Args:
+        remove: false only lists them.
+    """
+    found, waiting = [], [folder]
+    while waiting:  # not os.walk, which recurses
+        entries: list[os.DirEntry[str]] = []
+        with suppress(OSError):  # a folder that is gone, or not to be read
+            entries = list(os.scandir(waiting.pop()))
+        for entry in entries:
+            if _WORKING.fullmatch(entry.name):
+                if is_abandoned(Path(entry), remove=remove):
+                    found.append(Path(entry))
+            elif entry.is_dir(follow_symlinks=False):
+                waiting.append(Path(entry))
+    return sorted(found)
+
+
+def is_abandoned(path: Path, *, remove: bool = False) -> bool:
+    """Whether nobody holds the lock of a working file or folder; removes it while that is sure."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # gone, or nothing that a writer makes
+        return False
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if remove and stat.S_ISDIR(mode):
+            shutil.rmtree(path, ignore_errors=True)
+        elif remove:
+            path.unlink(missing_ok=True)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def write_json(path: Path, value: Any, *, mode: int = 0o444, once: bool = False) -> Hashed:
+    """Create a file of canonical JSON and a newline; returns the file's digest.
+
+    Args:
+        once: take a file with the same bytes as it is (see `write_once`); otherwise an existing file is refused.
+    """
     data = canonical_json(value) + b"\n"
-    write_exclusive(path, data, mode=mode)
+    (write_once if once else write_exclusive)(path, data, mode=mode)
     return sha256_bytes(data)
 
 
@@ -242,7 +334,9 @@ def publish_folder(to: Path, files: Iterable[tuple[str, bytes]]) -> None:
     working = to.with_name(f".{to.name}.{secrets.token_hex(6)}.part")
     try:
         working.mkdir()
+        descriptor = os.open(working, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
             for name, data in files:
                 write_exclusive(working / name, data)
             fsync_folder(working)
@@ -252,6 +346,7 @@ def publish_folder(to: Path, files: Iterable[tuple[str, bytes]]) -> None:
             fsync_folder(to.parent)
         finally:
             shutil.rmtree(working, ignore_errors=True)
+            os.close(descriptor)
     except OSError as error:
         raise Unexpected(
             "a folder could not be written", found=error.strerror, where=to, remedy="see to the disk"

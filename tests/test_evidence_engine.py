@@ -26,6 +26,7 @@ from d2lib.evidence.ledger import locked, read_ledger
 from d2lib.evidence.receipts import Receipt, read_receipt
 from d2lib.evidence.run import done_status, run_phase
 from d2lib.evidence.seal import Outcome
+from d2lib.evidence.status import status
 from d2lib.evidence.verify import verify
 from d2lib.files import Hashed, sha256_file
 
@@ -325,6 +326,42 @@ def test_an_existing_receipt_is_never_overwritten(monkeypatch: pytest.MonkeyPatc
     assert start([], attempt=1) is ExitStatus.REFUSED
     assert Path("runs/demo/cost_sheet/attempt-1/receipt.ipynb").read_bytes() == before
     assert len(read_ledger(Path("runs/demo"))) == 1
+
+
+def test_a_job_that_is_done_never_runs_again_and_status_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = write_notebook(Path("notebooks/train.ipynb"), "train", ["phase.record({'updates': 3})"])
+    train: dict[str, Any] = {"run": "runs/demo"}
+    assert run_phase(source, train, Path("runs"), "demo") is ExitStatus.DONE
+    before = Path("runs/demo/LEDGER.jsonl").read_bytes()
+    refuse_kernels(monkeypatch)
+    assert run_phase(source, train, Path("runs"), "demo") is ExitStatus.REFUSED
+    said = capfd.readouterr().err.strip().splitlines()[-1]
+    assert "refused: train is done, and a completed job never runs again; found: attempt 1" in said
+    assert Path("runs/demo/LEDGER.jsonl").read_bytes() == before
+    assert sorted(path.name for path in Path("runs/demo/train").iterdir()) == [".lock", "attempt-1"]
+    row = next(row for row in status(Path("runs/demo")) if row.step == "train")
+    assert (row.ready, row.why_not) == (False, "it is done, and a completed job never runs again")
+
+
+def test_a_receipt_whose_line_is_missing_is_completed_and_nothing_runs(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = write_notebook(Path("notebooks/train.ipynb"), "train", ["phase.record({'updates': 3})"])
+    train: dict[str, Any] = {"run": "runs/demo"}
+    assert run_phase(source, train, Path("runs"), "demo") is ExitStatus.DONE
+    folder = Path("runs/demo/train/attempt-1")
+    (folder / "receipt.ipynb").rename(folder / "working.ipynb")
+    Path("runs/demo/LEDGER.jsonl").unlink()
+    row = next(row for row in status(Path("runs/demo")) if row.step == "train")
+    assert (row.state, row.detail) == ("killed", "its receipt waits for its line in the ledger")
+    refuse_kernels(monkeypatch)
+    assert run_phase(source, train, Path("runs"), "demo") is ExitStatus.DONE
+    assert "train attempt 1: done" in capfd.readouterr().err
+    assert [(line.name, line.attempt) for line in read_ledger(Path("runs/demo"))] == [("train", 1)]
+    assert verify(Path("runs/demo")).holds
+    assert sorted(path.name for path in Path("runs/demo/train").iterdir()) == [".lock", "attempt-1"]
 
 
 def test_a_broken_ledger_refuses_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def test_a_run_from_its_start_to_its_verdict(root: Path) -> None:
 
     make_receipt(whole, "cost_sheet", 2, result={}, verdict="FAIL")
     assert rows(root)["cost_sheet"].state == "verdict"
-    assert rows(root)["cost_sheet"].why_not == "it is done, and a completed job never runs again"
+    assert rows(root)["cost_sheet"].why_not == "it is done; another attempt may be made"
     assert rows(root)["g2-dev"].why_not == "needs cost_sheet to pass, and its verdict is FAIL"
 
     make_receipt(whole, "cost_sheet", 3, result={}, verdict="PASS")

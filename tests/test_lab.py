@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gates_cases import identities
 from tiny import tiny_config, tiny_weights
 from torch.nn import functional as F
 
@@ -17,13 +18,14 @@ from d2lib.drafter.batched import BatchedReference
 from d2lib.drafter.family import fast_drafter
 from d2lib.errors import Interrupted, Refused
 from d2lib.files import sha256_file, write_json
+from d2lib.gates.evaluate import Evaluation, evaluate_split
+from d2lib.gates.parity import compare_drafts
 from d2lib.lab import capture as capturing
 from d2lib.lab.capture import CaptureProfile, capture
 from d2lib.lab.corpus import Corpus, group_similar, read_corpus, split_families
 from d2lib.lab.decode import Stream, decode_live
 from d2lib.lab.g1 import run_g1
-from d2lib.lab.parity import compare_drafts
-from d2lib.lab.pilot import run_pilot
+from d2lib.lab.pilot import Pilot, run_pilot
 from d2lib.lab.pretrain import native_loss
 from d2lib.lab.prompts import draw_prompts
 from d2lib.lab.replay import canonical_rows, replay_rows
@@ -450,3 +452,81 @@ def test_a_pilot_that_was_stopped_goes_on_to_the_same_record(captured: Path, tmp
             arm.pop("seconds")
     assert records[0] == records[1]
     assert set(SCORED) >= set(records[0]["k2"])
+
+
+def test_products_that_exist_are_taken_as_they_are_or_refused_by_name(captured: Path, tmp_path: Path) -> None:
+    """What a phase finds that ended between its last product and its receipt: the same, or another's."""
+    assembly = Assembly(captured)
+    write_json(tmp_path / "g1.json", {"any": "file"})
+    out = tmp_path / "pilot"
+
+    def pilot(rate: float = 0.002) -> Pilot:
+        return run_pilot(
+            assembly,
+            to_qualify("KL", rate),
+            out,
+            namespace="small",
+            g1=tmp_path / "g1.json",
+            presented_blocks=128,
+            sample_size=12,
+        )
+
+    first = pilot()
+    made = {path: (path.stat().st_ino, path.read_bytes()) for path in out.rglob("*") if path.is_file()}
+    (out / ".repo.part").mkdir()  # of an attempt that was killed as it copied
+    assert pilot().receipt == first.receipt
+    assert {path: (path.stat().st_ino, path.read_bytes()) for path in made} == made
+    with pytest.raises(Refused, match=r"belongs to another run: recipe\.lr differs"):
+        pilot(0.001)
+    for name, words in (
+        ("ref.safetensors", "not its checkpoint's"),
+        ("scores.json", "scores.json exists already and is not what is made now"),
+        ("receipt.json", "receipt.json exists already and is not what is made now"),
+        ("repo/d2lib/gates/pilot.py", "a source file is modified"),
+    ):
+        data = (out / name).read_bytes()
+        changed = (out / "fast.safetensors").read_bytes() if name == "ref.safetensors" else data + b"\n"
+        (out / name).chmod(0o600)
+        (out / name).write_bytes(changed)
+        with pytest.raises(Refused, match=words):
+            pilot()
+        (out / name).write_bytes(data)
+
+    def split(folder: Path = tmp_path, **changed: str) -> Evaluation:
+        return evaluate_split(assembly, "dev", first.arms["fast"].adapter, identities(**changed), folder)
+
+    scored = split()
+    part, journal = tmp_path / "dev.json", tmp_path / "dev.requests"
+    inode = part.stat().st_ino
+    again = split()
+    assert (again.part, again.reused, part.stat().st_ino) == (scored.part, len(scored.part.requests), inode)
+    with pytest.raises(Refused, match="begun under another contract"):
+        split(adapter="sha256:" + "f" * 64)
+    data = part.read_bytes()
+    part.write_bytes(data.replace(b'"verdict":"', b'"verdict": "', 1))
+    with pytest.raises(Refused, match=r"dev\.json exists already and is not what is made now"):
+        split()
+    part.write_bytes(data)
+    request = next(path for path in journal.iterdir() if path.name != "contract.json")
+    request.unlink()
+    with pytest.raises(Refused, match=r"never scored again; .* found: 1 missing"):
+        split()
+    part.unlink()
+    assert split().part == scored.part  # without it, the one request is scored again
+
+
+def test_a_finished_capture_is_what_another_attempt_finds(
+    captured: Path, tmp_path: Path, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capturing, "read_corpus", lambda *_, **__: corpus)
+    folder, profile = tmp_path / "assembly", CaptureProfile.model_validate(PROFILE)
+    shutil.copytree(captured, folder)
+    before = {path: path.stat().st_ino for path in folder.rglob("*")}
+    capture(profile, folder)
+    assert {path: path.stat().st_ino for path in folder.rglob("*")} == before
+    assert files(folder) == files(captured)
+    manifest = folder / "MANIFEST.json"
+    manifest.chmod(0o600)
+    manifest.write_bytes(manifest.read_bytes().replace(b'"family":"', b'"family":"x', 1))
+    with pytest.raises(Refused, match=r"MANIFEST\.json exists already and is not what is made now"):
+        capture(profile, folder)

@@ -36,7 +36,8 @@ from d2lib.evidence.layout import NOTEBOOK, OPENING, RECEIPT, WORKING_NOTEBOOK, 
 from d2lib.evidence.ledger import locked, read_ledger
 from d2lib.evidence.parameters import read_again
 from d2lib.evidence.phase import CONTEXT, Context, validate_parameters
-from d2lib.evidence.receipts import NotebookRecord, Opening, Receipt, now, to_bytes
+from d2lib.evidence.receipts import NotebookRecord, Opening, Receipt, now, read_receipt, to_bytes
+from d2lib.evidence.repair import complete
 from d2lib.evidence.seal import Outcome, judge, publish_receipt, save_notebook, seal_abandoned
 from d2lib.files import Record, canonical_json, sha256_bytes, sha256_file, write_exclusive
 from d2lib.progress import TERMINAL
@@ -166,6 +167,11 @@ def find_schema(phase: str) -> type[Record]:
     return schemas[phase]
 
 
+def is_once(schema: type[Record]) -> bool:
+    """Whether a phase, once done, never runs again; its schema says so."""
+    return bool(getattr(schema, "once", False))
+
+
 def execute(nb: Any, output: str, options: Mapping[str, Any]) -> tuple[Receipt, Attempt]:
     """Execute a notebook into a receipt; raises Refused, with nothing written, when the attempt has no place."""
     from d2lib.evidence.kernel import Progress, Stop
@@ -180,7 +186,9 @@ def execute(nb: Any, output: str, options: Mapping[str, Any]) -> tuple[Receipt, 
         attempt.phase_folder.mkdir(parents=True, exist_ok=True)
         with locked(attempt.lock, wait=False):
             source = Source.read(nb)
-            check_place(attempt)
+            completed = check_place(attempt, once=is_once(schema))
+            if completed is not None:
+                return completed, replace(attempt, number=completed.attempt)
             given = dict(nb.metadata.papermill.get("parameters") or {})
             refusal: Refused | None = None
             try:
@@ -210,11 +218,16 @@ def from_start(path: str) -> Path:
     return Path(start or os.getcwd(), path)
 
 
-def check_place(attempt: Attempt) -> None:
-    """The attempt is the next one, and the ledger is sound; an attempt before it that was killed gets its receipt.
+def check_place(attempt: Attempt, *, once: bool = False) -> Receipt | None:
+    """The attempt is the next one, and the ledger is sound; what killed attempts left is completed or removed first.
 
+    Args:
+        once: whether the phase, once done, never runs again.
+
+    Returns: the receipt of a done attempt of a `once` phase that lacked its line until now: there is nothing to run.
     Raises:
-        Refused: another number is next, the ledger is broken, or the killed attempt's kernel still runs.
+        Refused: another number is next, the ledger is broken, a killed attempt's kernel still runs, or the phase is
+            done and is one that never runs again.
     """
     earlier = numbers(attempt.phase_folder)
     following = earlier[-1] + 1 if earlier else 1
@@ -225,9 +238,22 @@ def check_place(attempt: Attempt) -> None:
             expected=f"attempt-{following}",
             where=attempt.folder,
         )
-    read_ledger(attempt.root)
+    before = read_ledger(attempt.root)
+    complete(attempt.root, held=attempt.phase_folder)
     for number in earlier:
         seal_abandoned(replace(attempt, number=number), attempt.number)
+    done = [line for line in read_ledger(attempt.root) if line.name == attempt.name and line.status == "done"]
+    if not once or not done:
+        return None
+    receipt = replace(attempt, number=done[-1].attempt).file(RECEIPT)
+    if done[-1] not in before:
+        return read_receipt(receipt)
+    raise Refused(
+        f"{attempt.name} is done, and a completed job never runs again",
+        found=f"attempt {done[-1].attempt}{f', {done[-1].verdict}' if done[-1].verdict else ''}",
+        where=receipt,
+        remedy="another case is another run",
+    )
 
 
 def check_run(params: Record, attempt: Attempt) -> None:
@@ -277,8 +303,6 @@ def open_attempt(nb: Any, attempt: Attempt, source: Source, values: dict[str, An
         environment_sha256=str(sha256_bytes(canonical_json(environment))),
     )
     attempt.folder.mkdir(exist_ok=True)
-    for leftover in attempt.folder.glob(".*.part"):
-        leftover.unlink()
     save_notebook(attempt, nb)
     write_exclusive(attempt.file(OPENING), to_bytes(opening), mode=0o600)
     return opening

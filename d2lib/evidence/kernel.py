@@ -6,13 +6,14 @@ Papermill's own status fields say `completed` for cells that never ran when a ke
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,11 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NotebookExecutionManager
 
+from d2lib.errors import Refused
 from d2lib.evidence import notebook
+from d2lib.evidence.ledger import locked
 
+_SCRATCH, _OWNER = "d2-kernel-", "owner"
 STOP_GRACE = 1800.0
 """Seconds that a phase has to reach a boundary after the first request to stop; then its kernel is killed."""
 
@@ -86,6 +90,27 @@ class Stop:
                 os.kill(self.pid, signal.SIGINT)
 
 
+@contextmanager
+def scratch_folder() -> Iterator[str]:
+    """A kernel's own temporary folder, removed in the end; those of this user whose engine was killed go first.
+
+    Its engine holds the lock on the file `owner` in it, so that a living one's is told from a dead one's.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+        with suppress(OSError, Refused):
+            if folder.lstat().st_uid == os.getuid() and not folder.is_symlink() and (folder / _OWNER).is_file():
+                with locked(folder / _OWNER, wait=False):
+                    shutil.rmtree(folder)
+    with ExitStack() as stack:
+        while True:
+            scratch = tempfile.mkdtemp(prefix=_SCRATCH)
+            with suppress(Refused):  # removed by another engine before it was locked
+                stack.enter_context(locked(Path(scratch, _OWNER), wait=True))
+                break
+        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        yield scratch
+
+
 class ThisInterpreter(KernelSpecManager):
     """Kernels run this very Python, not whichever one a user's kernelspec names."""
 
@@ -127,7 +152,7 @@ class Client(PapermillNotebookClient):  # type: ignore[misc]
         """Start a kernel in this environment and execute the cells."""
         self.reset_execution_trackers()
         progress = Progress()
-        with tempfile.TemporaryDirectory(prefix="d2-kernel-", ignore_cleanup_errors=True) as scratch:
+        with scratch_folder() as scratch:
             # a scratch profile: no start-up files, extensions or history of the user's
             own = {"IPYTHONDIR": scratch, "JUPYTER_RUNTIME_DIR": scratch}
             self.km = AsyncKernelManager(

@@ -27,6 +27,8 @@ FINAL_NAMES = frozenset({RECEIPT, NOTEBOOK, SIGNATURE})
 RESULT_MIME = "application/vnd.d2.result+json"
 """The type of the one output in which a notebook records its result."""
 WORKING_NAMES = frozenset({WORKING_NOTEBOOK, OPENING, JOURNAL})
+WORKING_FILES = (f".{WORKING_NOTEBOOK}.part", WORKING_NOTEBOOK, JOURNAL, OPENING)
+"""In the order in which they are removed: as long as anything is left, an attempt can be told from a foreign folder."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ATTEMPT = re.compile(r"attempt-([1-9][0-9]{0,8})")

@@ -40,7 +40,10 @@ def save(path: Path, text: str) -> None:
     """Replace a working notebook in one step; a reader never sees half of it."""
     part = path.with_name(f".{path.name}.part")
     with naming(path):
-        part.write_text(text, encoding="utf-8")
+        with open(part, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
         os.replace(part, path)
 
 

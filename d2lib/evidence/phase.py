@@ -17,7 +17,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -203,6 +203,23 @@ class Phase(Generic[P]):
                 return read_receipt(path)
         raise Refused(f"{step} is not done", expected="a receipt with status done", where=self.root / LEDGER)
 
+    def product(self, step: str, label: str) -> Path:
+        """What the newest done attempt of an earlier step made under a label, declared as an input of that label.
+
+        Returns: the path to read.
+        Raises:
+            Refused: as `receipt`; or the receipt names no such output, or the file is not the one that it names.
+        """
+        receipt = self.receipt(step)
+        made = next((output for output in receipt.outputs if output.label == label), None)
+        if made is None:
+            raise Refused(f"the receipt of {step} names no {label}", where=f"{step}/attempt-{receipt.attempt}")
+        path = self.input(label, made.path)
+        found = self._inputs[label][1].sha256
+        if found != made.sha256:
+            raise Refused(f"{label} is not what {step} made", expected=made.sha256, found=found, where=path)
+        return path
+
     def record(self, result: Mapping[str, Any], verdict: Verdict | None = None) -> None:
         """Record the phase's one result, after hashing every input again.
 
@@ -256,15 +273,7 @@ class Phase(Generic[P]):
         """Append to the attempt's journal, durable on return: what a killed phase leaves of its declarations."""
         if self.preview:
             return
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(self.attempt_dir / JOURNAL, flags, 0o600)
-        try:
-            data = canonical_json(dict(entry)) + b"\n"
-            if os.write(descriptor, data) != len(data):
-                raise Refused("the attempt's journal cannot be written", where=self.attempt_dir / JOURNAL)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        append_journal(self.attempt_dir / JOURNAL, entry)
 
     def _watch(self) -> None:
         """Note this process, and any error that ends a cell, for the engine; show refusals as one clear line."""
@@ -355,10 +364,29 @@ def _bar(path: Path) -> Iterator[Callable[[int], None] | None]:
         yield step
 
 
+def append_journal(path: Path, entry: Mapping[str, Any]) -> None:
+    """Append an entry as a line of its own, durable on return, also after a line that was torn by a full disk."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        data = b"\n" * torn + canonical_json(dict(entry)) + b"\n"
+        while data:
+            data = data[os.write(descriptor, data) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """The journal's entries; a torn last line, which a kill may leave, is passed over."""
+    """The journal's entries. Torn lines are passed over: whoever wrote one died or failed before acting on it."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in data.rpartition(b"\n")[0].split(b"\n") if line]
+    entries = []
+    for line in data.split(b"\n"):
+        with suppress(ValueError):  # a beginning of an object is never JSON
+            entries.append(json.loads(line))
+    return entries

@@ -13,7 +13,17 @@ from pydantic import Field, ValidationError, model_validator
 
 from d2lib.errors import ExitStatus, Refused
 from d2lib.evidence.layout import is_receipts_own
-from d2lib.files import FileRecord, Hashed, Record, canonical_json, digest_tree, parse_json, record_file, walk
+from d2lib.files import (
+    FileRecord,
+    Hashed,
+    Record,
+    canonical_json,
+    digest_tree,
+    is_unfinished,
+    parse_json,
+    record_file,
+    walk,
+)
 from d2lib.strict import DIGEST_PATTERN, malformed
 
 SCHEMA_VERSION = 1
@@ -209,8 +219,8 @@ def record_input(label: str, path: Path, shown: str, *, progress: Callable[[int]
 
 
 def folder_files(path: Path) -> list[tuple[str, Path]]:
-    """(relative name, path) of a folder's files, without the receipts and locks that may lie in it."""
-    names = ((file.relative_to(path).as_posix(), file) for file in walk(path))
+    """(relative name, path) of a folder's files, without receipts, locks and unfinished work that may lie in it."""
+    names = ((file.relative_to(path).as_posix(), file) for file in walk(path, skip=is_unfinished))
     return [(name, file) for name, file in names if not is_receipts_own(name)]
 
 

@@ -13,6 +13,7 @@ State = Literal[
     "running",
     "elsewhere",
     "unchecked",
+    "scratch",
     "changed",
     "missing",
     "extra",
@@ -20,9 +21,10 @@ State = Literal[
     "broken",
     "foreign",
     "unfinished",
+    "leftover",
     "unsigned",
 ]
-SOUND: frozenset[State] = frozenset({"holds", "running", "elsewhere", "unchecked"})
+SOUND: frozenset[State] = frozenset({"holds", "running", "elsewhere", "unchecked", "scratch"})
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from d2lib.errors import ExitStatus, Refused
 from d2lib.evidence.layout import NOTEBOOK, RECEIPT, numbers
 from d2lib.evidence.ledger import read_ledger
 from d2lib.evidence.receipts import exit_status, read_receipt
+from d2lib.evidence.repair import complete
 from d2lib.files import read_json, sha256_file
 
 
@@ -71,10 +72,13 @@ def step_name(notebook: Path, job: str | None) -> str:
 def done_status(runs: Path, namespace: str, step: str) -> ExitStatus | None:
     """The exit status of a step's newest receipt with status done, or None when it is not done.
 
+    What a killed attempt left is completed or removed first.
+
     Raises:
         Refused: the ledger is broken, or the receipt is not the one in the ledger.
     """
     root = runs / namespace
+    complete(root)
     for line in reversed(read_ledger(root)):
         if line.name == step and line.status == "done":
             path = root / step / f"attempt-{line.attempt}" / RECEIPT

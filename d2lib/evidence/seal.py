@@ -19,7 +19,7 @@ from d2lib.evidence.layout import (
     NOTEBOOK,
     OPENING,
     RECEIPT,
-    WORKING_NAMES,
+    WORKING_FILES,
     WORKING_NOTEBOOK,
     Attempt,
     split_attempt,
@@ -279,8 +279,9 @@ def publish_receipt(nb: Any, attempt: Attempt, opening: Opening, outcome: Outcom
     with ledger_lock(attempt.root):
         write_exclusive(attempt.file(RECEIPT), to_bytes(receipt))
         settle(attempt.root)
-    for name in WORKING_NAMES:
-        attempt.file(name).unlink(missing_ok=True)
+    for name in WORKING_FILES:
+        with suppress(OSError):  # the receipt stands; what is left here the next attempt removes, and `repair`
+            attempt.file(name).unlink(missing_ok=True)
     return receipt
 
 
@@ -295,11 +296,6 @@ def seal_abandoned(attempt: Attempt, following: int) -> None:
         Refused: the killed attempt's kernel still runs, or the folder is not an attempt's.
     """
     if attempt.file(RECEIPT).exists():
-        if attempt.file(OPENING).exists():  # killed after the receipt, before its line
-            with ledger_lock(attempt.root):
-                settle(attempt.root)
-            for name in WORKING_NAMES:
-                attempt.file(name).unlink(missing_ok=True)
         return
     if not attempt.file(OPENING).exists():
         raise Refused(

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from d2lib.errors import Refused, one_line
-from d2lib.evidence.layout import LEDGER, NOTEBOOK, OPENING, RECEIPT, WORKING_NOTEBOOK, Attempt, numbers
+from d2lib.evidence.engine import find_schema, is_once
+from d2lib.evidence.layout import LEDGER, NOTEBOOK, OPENING, RECEIPT, WORKING_NOTEBOOK, Attempt, numbers, split_attempt
 from d2lib.evidence.ledger import LedgerLine, is_held, read_ledger
 from d2lib.evidence.notebook import is_code
 from d2lib.evidence.receipts import Receipt, read_receipt
@@ -130,7 +131,8 @@ def status(
     """
     if not runs.is_dir():
         raise Refused("no runs here", expected="a folder of runs, or runs/NAMESPACE", where=runs)
-    roots = [runs] if (runs / LEDGER).exists() else sorted(path for path in runs.iterdir() if path.is_dir())
+    one = (runs / LEDGER).exists() or any(split_attempt(path) for path in runs.glob("*/attempt-*"))
+    roots = [runs] if one else sorted(path for path in runs.iterdir() if path.is_dir())
     return [row for root in roots for row in run_status(root, chain or chain_of(root), params, notebooks)]
 
 
@@ -193,7 +195,6 @@ def _next(root: Path, step: Step, known: Mapping[str, _Known], params: Path, not
 def full_flags(root: Path, staged: Receipt) -> str:
     """The flags with which a full run was staged, for the shell."""
     given = {name: value for name, value in staged.parameters.items() if name not in ("run", "profile")}
-    given["profile"] = str(Path(given["source"], staged.parameters["profile"]))
     named = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     return shlex.join([*named, "--output", str(root)])
 
@@ -221,6 +222,8 @@ def _known(root: Path, step: Step, line: LedgerLine | None) -> _Known:
         if is_held(attempt.lock):
             return _Known("running", begun, when=_started(attempt), detail=progress(attempt))
         return _Known("killed", begun, when=_started(attempt), detail="papermill was killed; the next attempt goes on")
+    if begun and (line is None or line.attempt < begun):
+        return _Known("killed", begun, when=_started(attempt), detail="its receipt waits for its line in the ledger")
     if line is None:
         return _Known("absent")
     try:
@@ -237,7 +240,8 @@ def _why_not(step: Step, here: _Known, known: Mapping[str, _Known], chain: Seque
     if here.state == "running":
         return f"attempt {here.attempt} is running"
     if here.state in ("done", "verdict"):
-        return "it is done, and a completed job never runs again"
+        once = is_once(find_schema(step.phase))
+        return f"it is done{', and a completed job never runs again' if once else '; another attempt may be made'}"
     optional = {one.name for one in chain if one.optional}
     for name, need in step.needs:
         there = known.get(name)

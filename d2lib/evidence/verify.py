@@ -8,19 +8,31 @@ from __future__ import annotations
 
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from d2lib.errors import Refused
 from d2lib.evidence import notebook as notebooks
-from d2lib.evidence.layout import FINAL_NAMES, JOURNAL, LEDGER, LOCK, NOTEBOOK, OPENING, RECEIPT, SIGNATURE
+from d2lib.evidence.layout import (
+    FINAL_NAMES,
+    JOURNAL,
+    LEDGER,
+    LOCK,
+    NOTEBOOK,
+    OPENING,
+    RECEIPT,
+    SIGNATURE,
+    WORKING_NAMES,
+)
 from d2lib.evidence.ledger import LedgerLine, check_lines, is_held
 from d2lib.evidence.phase import read_journal
 from d2lib.evidence.receipts import Receipt, files_of, hash_prefixes, parse_receipt
+from d2lib.evidence.repair import repair
 from d2lib.evidence.report import Report, Row, State
 from d2lib.evidence.sign import Policy, check_envelope
-from d2lib.files import canonical_json, sha256_bytes
+from d2lib.files import canonical_json, is_unfinished, remove_abandoned, sha256_bytes
 from d2lib.progress import bar
 
 
@@ -69,6 +81,7 @@ def verify(root: Path, *, progress: bool = False, policy: Policy | None = None) 
         raise Refused("not a run root", expected="the folder runs/NAMESPACE, not a link", where=root)
     run = _Run(root)
     _walk_tree(run, root)
+    _check_leftovers(run)
     lines, head = _check_ledger(run)
     digests = {line.receipt_json_sha256: line for line in lines}
     receipts = {(line.name, line.attempt): _check_receipt(run, line, digests) for line in lines}
@@ -108,9 +121,31 @@ def _note_files(run: _Run, entries: Iterable[tuple[os.DirEntry[str], os.stat_res
             kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "a device, socket or pipe"
             run.add("link", name, "not a plain file", expected="a regular file", found=kind)
         else:
-            if status.st_nlink != 1:
-                run.add("link", name, "a hard link", expected="a file with one name", found=f"{status.st_nlink} names")
             run.tree[name] = status
+
+
+def _check_leftovers(run: _Run) -> None:
+    """Take what is at work out of the tree, name what dead writers left, and find hard links among the rest."""
+    try:
+        dead = repair(run.root, remove=False)
+    except Refused:  # the ledger is not sound, as its own rows say
+        dead = remove_abandoned(run.root, remove=False)
+    places = {path.relative_to(run.root).as_posix() for path in dead}
+    left = {name for name in run.tree if places & {name, *(str(part) for part in PurePosixPath(name).parents)}}
+    names = Counter((run.tree[name].st_dev, run.tree[name].st_ino) for name in left)
+    for name in sorted(places):
+        run.add("leftover", name, "left by a writer that died", found="a working file; d2 repair removes it")
+    for name in sorted(name for name in run.tree.keys() - left if is_unfinished(name)):
+        parts = PurePosixPath(name).parts
+        place = "/".join(parts[: next(number for number, part in enumerate(parts, 1) if is_unfinished(part))])
+        run.add("scratch", place, "work in progress: it is no output, and a later attempt uses or removes it")
+        left.add(name)
+    for name in left:
+        del run.tree[name]
+    for name, status in run.tree.items():
+        count = status.st_nlink - names[status.st_dev, status.st_ino]
+        if count != 1:
+            run.add("link", name, "a hard link", expected="a file with one name", found=f"{count} names")
 
 
 def _read(run: _Run, name: str) -> bytes | None:
@@ -262,9 +297,13 @@ def _check_unrecorded(run: _Run, recorded: set[tuple[str, int]]) -> None:
     folders = {str(PurePosixPath(name).parent) for name in run.tree}
     for folder in sorted(folders):
         name, _, attempt = folder.rpartition("/attempt-")
-        if not attempt.isdecimal() or "/" in name or (name, int(attempt)) in recorded:
+        if not attempt.isdecimal() or "/" in name:
             continue
         inside = [path for path in run.tree if path.startswith(f"{folder}/")]
+        if (name, int(attempt)) in recorded:
+            if is_held(run.root / name / LOCK):  # it ends now
+                run.evidence |= {path for path in inside if PurePosixPath(path).name in WORKING_NAMES}
+            continue
         if f"{folder}/{RECEIPT}" not in run.tree and is_held(run.root / name / LOCK):
             run.add("running", folder, "an attempt is running")
             run.evidence |= {path for path in inside if PurePosixPath(path).name.lstrip(".").startswith("working.")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,9 @@ def evaluate_split(
 ) -> Evaluation:
     """Score a split's whole population and create OUT/SPLIT.json; the journal is OUT/SPLIT.requests/.
 
+    A SPLIT.json that an earlier attempt left, which ended before its receipt, is taken as it is when it is what its
+    whole journal gives.
+
     Args:
         adapter: the candidate's. identities: what the score hangs on, the same for all splits of a run.
         device: what computes; on a GPU, too, in fp32 and in the same arithmetic, or one by one where its bits differ.
@@ -49,14 +53,12 @@ def evaluate_split(
         progress: called with the rounds done since the last call.
 
     Raises:
-        Refused: the split is scored already, or the journal was begun under other identities.
+        Refused: SPLIT.json exists and its journal is not whole or gives another one, or the journal was begun under
+            other identities or on another machine.
         Interrupted: stopped on request; completed requests are kept.
     """
     final = out / f"{split}.json"
-    if final.exists():
-        raise Refused("this split is scored and is never scored again", where=final)
     k2 = assembly.k2(split)
-    contract = Contract.from_k2(k2, assembly.manifest, split, identities)
     population = k2.population(assembly.manifest, split)
     blocks = assembly.blocks(split)
     first = next(iter(population))
@@ -68,9 +70,17 @@ def evaluate_split(
         },
         blocks.rounds_batch(first, population[first][:PROBE_ROUNDS]),
     )
+    contract = Contract.from_k2(k2, assembly.manifest, split, identities, scorer.computation)
     with Journal.open(out / f"{split}.requests", contract) as journal:
         reused = len(journal.completed)
+        if journal.pending and os.path.lexists(final):
+            raise Refused(
+                "this split is scored and is never scored again",
+                expected="every request in its journal",
+                found=f"{len(journal.pending)} missing",
+                where=final,
+            )
         scores = score_population(scorer, blocks, population, journal, stop=stop, progress=progress)
     part = build_part(contract, scores)
-    write_json(final, part.model_dump(mode="json"), mode=0o600)
+    write_json(final, part.model_dump(mode="json"), mode=0o600, once=True)
     return Evaluation(part, scorer.note, reused)

@@ -31,7 +31,7 @@ from d2lib.data.sidecar import Sidecar, write_sidecar
 from d2lib.drafter.config import AnyDrafterConfig
 from d2lib.drafter.weights import initialize, load_weights, save_weights, write_tensors
 from d2lib.errors import Interrupted, Refused
-from d2lib.files import Record, canonical_json, sha256_file, write_json
+from d2lib.files import Record, sha256_file, write_json
 from d2lib.lab.corpus import Corpus, Kind, SourceFile, read_corpus
 from d2lib.lab.decode import Stream, decode_live
 from d2lib.lab.hf_target import (
@@ -147,17 +147,16 @@ class _Capture:
 
     def once(self, name: str, value: Any) -> None:
         """A small file that is known at the start: create it, or find the same bytes in it."""
-        path, data = self.out / name, canonical_json(value) + b"\n"
-        if not path.exists():
-            write_json(path, value)
-        elif path.read_bytes() != data:
+        try:
+            write_json(self.out / name, value, once=True)
+        except Refused:
             raise Refused(
                 "this folder holds another capture",
                 expected="the same text, parameters and versions",
                 found="others",
-                where=path,
+                where=self.out / name,
                 remedy="capture into a new run",
-            )
+            ) from None
 
 
 def capture(
@@ -274,7 +273,6 @@ def _describe(
         "provenance.json",
         {
             "schema_version": 1,
-            "synthetic": False,
             "namespace": profile.namespace,
             "profile": profile.model_dump(mode="json", exclude_none=True),
             "versions": {
@@ -318,9 +316,6 @@ def _train_target(work: _Capture, corpus: Corpus) -> None:
 def _sequences(work: _Capture, case: _Case) -> Manifest:
     """Sample every split's sequences and store the target's canonical forward over each."""
     profile, out = work.profile, work.out
-    path = out / "MANIFEST.json"
-    if path.exists():
-        return Manifest.load(path)
     wanted = [prompt for split in profile.sequences for prompt in case.prompts[split]]
     entries = _store(work, case, wanted, out, "sequences")
     manifest = Manifest(
@@ -335,7 +330,7 @@ def _sequences(work: _Capture, case: _Case) -> Manifest:
         },
         sequences=tuple(entries),
     )
-    manifest.write(path)
+    write_json(out / "MANIFEST.json", manifest.model_dump(mode="json"), once=True)
     return manifest
 
 
@@ -387,9 +382,10 @@ def _entry(profile: CaptureProfile, folder: Path, prompt: Prompt, name: str) -> 
 
 
 def _native(work: _Capture, case: _Case) -> None:
-    """Pre-train the native drafter on sequences of its own, which are kept until it is finished."""
-    path, profile, folder = work.out / "native.safetensors", work.profile, work.out / PRETRAINING
+    """Pre-train the native drafter on sequences of its own: scratch, which is kept until it is finished."""
+    path, profile, folder = work.out / "native.safetensors", work.profile, work.out / f".{PRETRAINING}.part"
     if path.exists():
+        load_weights(path, profile.drafter)
         shutil.rmtree(folder, ignore_errors=True)
         return
     manifest = Manifest(
@@ -418,7 +414,13 @@ def _native(work: _Capture, case: _Case) -> None:
 
 def _live(work: _Capture, manifest: Manifest, split: ScoredSplit) -> dict[str, float]:
     """Serve the native drafter over a split's committed tokens and write its trajectory."""
-    path, config = work.out / K2_NAMES[split], work.profile.drafter
+    path, config, native = work.out / K2_NAMES[split], work.profile.drafter, work.out / "native.safetensors"
+    header = K2Header(
+        namespace=manifest.namespace,
+        split=split,
+        block_size=config.block_size,
+        live={"native": str(sha256_file(native)), "target": manifest.target["sha256"]},
+    )
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         streams = []
@@ -426,17 +428,13 @@ def _live(work: _Capture, manifest: Manifest, split: ScoredSplit) -> dict[str, f
             sidecar = Sidecar.open(work.out, entry, manifest)
             tokens, taps = sidecar.tensor("tokens").numpy().astype(np.int64), sidecar.tensor("taps").float().numpy()
             streams.append(Stream(entry.id, tokens, taps, entry.gen_start))
-        native = work.out / "native.safetensors"
         with work.step(f"live: {split}", 0, "round") as bar:
             decode_live(config, load_weights(native, config), streams, progress=bar.update, stop=work.stop)
-        header = K2Header(
-            namespace=manifest.namespace,
-            split=split,
-            block_size=config.block_size,
-            live={"native": str(sha256_file(native)), "target": manifest.target["sha256"]},
-        )
         write_k2(path, header, (found for stream in streams for found in stream.rounds))
-    rounds = [found for lived in K2File.load(path, manifest, work.out).rounds.values() for found in lived]
+    lived = K2File.load(path, manifest, work.out)
+    if lived.header != header:
+        raise Refused("a live trajectory is of another run", expected=header.live, found=lived.header.live, where=path)
+    rounds = [found for chain in lived.rounds.values() for found in chain]
     return {"rounds": len(rounds), "accepted of two drafts per round": _mean_accepted(rounds)}
 
 

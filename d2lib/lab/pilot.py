@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from d2lib.admission.records import PilotArm, PilotArms, PilotReceipt, SampleRecord, ScoresFile, write_record
-from d2lib.admission.source import snapshot_source
+from d2lib.admission.source import SOURCE_MAP, check_numerical, check_source, snapshot_source
 from d2lib.data.assembly import Assembly
 from d2lib.data.manifest import Split
 from d2lib.data.sample import SAMPLED, frozen_sample
+from d2lib.drafter.config import DrafterConfig
 from d2lib.drafter.family import reference_drafter
-from d2lib.drafter.lora import save_adapter
-from d2lib.files import read_json, sha256_file, write_json
+from d2lib.drafter.lora import Adapter, load_adapter, save_adapter
+from d2lib.errors import Refused
+from d2lib.files import fsync_folder, sha256_file, write_json
 from d2lib.gates.evaluate import PROBE_ROUNDS
 from d2lib.gates.pilot import PilotAdapters, PilotScores, PilotVerdict, judge_pilot
 from d2lib.gates.scoring import Scorer, score_sample
 from d2lib.train.loop import TrainResult, finished, train
 from d2lib.train.recipe import Recipe
+from d2lib.train.schedule import total_updates
 
 
 @dataclass(frozen=True)
@@ -78,9 +83,7 @@ def run_pilot(
         sample_size: rounds of each sampled split.
     """
     out.mkdir(parents=True, exist_ok=True)
-    if not (out / "repo").exists():
-        progress("snapshot of the source")
-        snapshot_source(out / "repo")
+    _snapshot(out, progress)
     blocks = assembly.blocks("train")
     updates = -(-presented_blocks // recipe.batch)
     identity: dict[str, Any] = {"namespace": namespace, "g1": str(sha256_file(g1)), **assembly.identities}
@@ -88,9 +91,7 @@ def run_pilot(
     for name, backend in (("fast", "fast"), ("ref", "ref")):
         progress(f"{name.upper()} arm")
         arms[name] = _arm(blocks, assembly, recipe, out, name, backend, identity, updates, stop)
-        path = out / f"{name}.safetensors"
-        if not path.exists():
-            save_adapter(path, arms[name].adapter, assembly.config)
+        _export(out / f"{name}.safetensors", arms[name].adapter, assembly.config)
     digests = {name: str(sha256_file(out / f"{name}.safetensors")) for name in arms}
 
     populations: dict[Split, Any] = {}
@@ -119,10 +120,9 @@ def run_pilot(
             "splits": found,
         }
     )
-    digest = write_json(out / "scores.json", scores.model_dump(mode="json"))
+    digest = write_json(out / "scores.json", scores.model_dump(mode="json"), once=True)
     verdict = judge_pilot(scores)
     receipt = PilotReceipt(
-        synthetic=bool(read_json(assembly.folder / "provenance.json")["synthetic"]),
         namespace=namespace,
         verdict=verdict.verdict,
         recipe=recipe.model_dump(mode="json"),
@@ -150,6 +150,29 @@ def run_pilot(
     return Pilot(verdict, arms, receipt, scores, scorer.note, rate)
 
 
+def _snapshot(out: Path, progress: Callable[[str], object]) -> None:
+    """The running source as OUT/repo, whole or not at all; an earlier attempt's must have the same numerical files."""
+    repo, working = out / "repo", out / ".repo.part"
+    if not repo.exists():
+        progress("snapshot of the source")
+        shutil.rmtree(working, ignore_errors=True)
+        snapshot_source(working)
+        working.rename(repo)
+        fsync_folder(out)
+    check_source(repo, sha256_file(repo / SOURCE_MAP))
+    check_numerical(repo)
+
+
+def _export(path: Path, adapter: Adapter, config: DrafterConfig) -> None:
+    """An arm's adapter as a file of its own, or the same one there."""
+    if not path.exists():
+        return save_adapter(path, adapter, config)
+    stored = load_adapter(path, config)
+    if stored.keys() != adapter.keys() or any(not torch.equal(stored[name], adapter[name]) for name in adapter):
+        raise Refused("an exported adapter is not its checkpoint's", where=path)
+    return None
+
+
 def _arm(
     blocks: Any,
     assembly: Assembly,
@@ -164,7 +187,9 @@ def _arm(
     """One arm, trained now or taken from its finished file when an earlier attempt got that far."""
     final = out / f"{name}.pt"
     if final.exists():
-        return finished(final, assembly.config)
+        bound = identity | {"run": name, "recipe": recipe.model_dump(), "backend": backend, "blocks": len(blocks)}
+        total = min(updates, total_updates(len(blocks), recipe))
+        return finished(final, assembly.config, bound | {"total": total})
     return train(
         blocks,
         assembly.config,
