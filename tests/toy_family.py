@@ -64,7 +64,7 @@ FAMILY = Family(
     fresh=lambda c, name, shape, generator: torch.randn(shape, generator=generator) / shape[-1] ** 0.5,
     lora_targets=lambda c: ["mix"],
     projections=lambda c: ["mix.weight"],
-    inspect=lambda question: None,
+    activations=lambda c, blocks, seen: blocks * (seen + c.block_size) * c.dim,
     reference=ToyReference,
     fast=ToyFast,
 )
