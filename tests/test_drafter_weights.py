@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny import random_batch, tiny_config, tiny_weights
+from tiny import random_batch, tiny_adapter, tiny_config, tiny_weights
 
+from d2lib.benchmark.cases import drafter_config
+from d2lib.benchmark.measure import Peak
+from d2lib.drafter import weights as drafter_weights
 from d2lib.drafter.deepseek.config import DeepseekConfig
 from d2lib.drafter.deepseek.layers import mixes
-from d2lib.drafter.family import reference_drafter
-from d2lib.drafter.weights import Weights, expected_shapes, initialize, load_weights, save_weights
+from d2lib.drafter.family import fast_drafter, reference_drafter
+from d2lib.drafter.objectives import OBJECTIVES
+from d2lib.drafter.weights import Weights, expected_shapes, initialize, kept_dtypes, load_weights, save_weights
 from d2lib.errors import Refused
 
 V41_FLASH = DeepseekConfig(
@@ -80,6 +85,47 @@ def test_other_float_types_become_fp32(tmp_path: Path) -> None:
     loaded = load_weights(tmp_path / "drafter.safetensors", config)
     assert all(loaded[name].dtype == torch.float32 for name in weights)
     assert all(torch.equal(loaded[name], weights[name].float()) for name in weights)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("projections", [torch.float32, torch.bfloat16])
+def test_loading_takes_the_result_and_one_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, projections: torch.dtype
+) -> None:
+    """Resident memory of a drafter of 300 MB in fp32: neither a second copy nor the file's pages beside the result."""
+    config = drafter_config(dim=512, vocab_size=8192, n_routed_experts=16, moe_inter_dim=1024)
+    path = tmp_path / "drafter.safetensors"
+    kept = kept_dtypes(config, projections)
+    save_file({name: torch.zeros(shape, dtype=stored) for name, shape in expected_shapes(config).items()}, path)
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter_weights, "MAPPED", 1)
+        ctypes.CDLL(None).malloc_trim(0)  # what earlier tests freed
+        with Peak() as peak:
+            loaded = load_weights(path, config, projections=projections)
+    result, largest = sum(tensor.nbytes for tensor in loaded.values()) / 1e6, 8192 * 512 * 4 / 1e6
+    assert {name: tensor.dtype for name, tensor in loaded.items()} == kept
+    assert result > (290 if projections == torch.float32 else 150)
+    assert result * 0.9 < peak.extra < result + 4 * largest  # the libraries count too
+    monkeypatch.setattr(drafter_weights, "MAPPED", 1 << 40)  # a file that stays mapped: the check can fail
+    with Peak() as peak:
+        again = load_weights(path, config, projections=projections)
+    assert peak.extra > result + 0.8 * path.stat().st_size / 1e6
+    assert again.keys() == loaded.keys()
+
+
+def test_projections_kept_in_bf16_give_fast_the_same_bits(tmp_path: Path) -> None:
+    config = tiny_config()
+    path = tmp_path / "drafter.safetensors"
+    save_weights(path, tiny_weights(config), config)
+    outcomes = []
+    for projections in (torch.float32, torch.bfloat16):
+        weights = load_weights(path, config, projections=projections)
+        adapter = {name: tensor.detach().clone().requires_grad_() for name, tensor in tiny_adapter(config).items()}
+        drafter = fast_drafter(config, weights, adapter, torch.bfloat16)
+        measured = drafter.loss(random_batch(config, 6), OBJECTIVES["KL"])
+        measured.loss.backward()
+        outcomes.append([measured.loss.detach(), *(adapter[name].grad for name in sorted(adapter))])
+    assert all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
 
 
 NAME = "mtp.1.ffn.experts.3.w2.weight"

@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
+import torch
+
 from d2lib.data.blocks import D2Blocks
 from d2lib.data.k2 import K2File
 from d2lib.data.manifest import Manifest, Split
@@ -72,6 +74,15 @@ class Assembly:
     def weights(self) -> Weights:
         """The native drafter, with the target's embedding and LM head."""
         return load_weights(self.native, self.config)
+
+    def load_weights(self, device: str, projections: torch.dtype = torch.float32) -> Weights:
+        """The native drafter on a device, put there tensor by tensor (see d2lib.drafter.weights.load_weights).
+
+        On the CPU in fp32 these are `weights`, which all who ask share.
+        """
+        if device == "cpu" and projections == torch.float32:
+            return self.weights
+        return load_weights(self.native, self.config, device=device, projections=projections)
 
     def blocks(self, split: Split) -> D2Blocks:
         """A split's blocks; opens the sidecars, reads no rows."""

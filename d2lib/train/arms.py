@@ -22,11 +22,14 @@ from d2lib.drafter.kernels import one_thread
 from d2lib.drafter.lora import Adapter
 from d2lib.drafter.objectives import OBJECTIVES, SlotStatistics
 from d2lib.drafter.reference import teacher_logits
+from d2lib.drafter.weights import kept_dtypes
 from d2lib.errors import Refused
 from d2lib.train.recipe import Recipe
 
 Backend = Literal["fast", "ref"]
 Precision = Literal["fp32", "bf16"]
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Precision → the type of FAST's large products, and of the frozen weights that only they read."""
 
 
 class Arm(Protocol):
@@ -47,7 +50,10 @@ class FastArm:
         recipe: Recipe,
         precision: Precision = "fp32",
     ) -> None:
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        dtype = DTYPES[precision]
+        kept = kept_dtypes(config, dtype)
+        # Once instead of in every update, to the same bits; nothing is copied that was loaded so.
+        weights = {name: tensor.to(kept[name]) for name, tensor in weights.items()}
         self.drafter = fast_drafter(config, weights, adapter, dtype)
         self.objective = OBJECTIVES[recipe.objective]
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from d2lib.drafter.deepseek.config import DeepseekConfig
-from d2lib.drafter.weights import Weights, check_weights, expected_shapes
+from d2lib.drafter.weights import MAPPED, Weights, check_weights, expected_shapes
 from d2lib.errors import Refused
 from d2lib.files import inside, read_json
 
@@ -85,11 +85,15 @@ def read_release(folder: Path, config: DeepseekConfig, form: Form) -> Weights:
 
 
 class _Shards:
-    """The shard that is being read, and the one that holds its scales where that is another; no third is open."""
+    """The shard that is being read, and the one that holds its scales where that is another; no third is open.
+
+    They are opened anew after `MAPPED` bytes, which gives back the memory of the pages that were read.
+    """
 
     def __init__(self, folder: Path, placed: Mapping[str, str], stack: ExitStack) -> None:
         self.folder, self.placed, self.stack = folder, placed, stack
         self.opened: dict[str, Any] = {}
+        self.mapped = 0
 
     def tensor(self, name: str) -> Tensor:
         """One stored tensor."""
@@ -97,12 +101,14 @@ class _Shards:
             raise Refused("the release lacks a drafter tensor", expected=name, where=self.folder / INDEX)
         shard = self.placed[name]
         try:
+            if self.mapped >= MAPPED or (shard not in self.opened and len(self.opened) == 2):
+                self.opened.clear()
+                self.stack.close()
+                self.mapped = 0
             if shard not in self.opened:
-                if len(self.opened) == 2:
-                    self.opened.clear()
-                    self.stack.close()
                 self.opened[shard] = self.stack.enter_context(safe_open(inside(self.folder, shard), framework="pt"))
             tensor: Tensor = self.opened[shard].get_tensor(name)
+            self.mapped += tensor.nbytes
         except (SafetensorError, OSError) as error:
             raise Refused(
                 "a tensor cannot be read from its shard", expected=name, found=str(error), where=self.folder / shard
