@@ -22,7 +22,6 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
 @pytest.mark.parametrize(
     ("name", "role", "place", "kind", "runs"),
     [
-        ("train", "kernel", "link full/full-fast.pt", "kill both", [-9, 0]),  # before it has its name
         ("train", "kernel", "link full/full-fast.pt", "late kill", [4, 0]),
         ("g2-general", "kernel", "link full/heldout_general.json", "late EIO", [4, 0]),
         ("finish", "kernel", "fsync full", "term", [3, 1]),
