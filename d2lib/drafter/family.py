@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from d2lib.drafter.config import DrafterConfig
     from d2lib.drafter.fast import FastDrafter
     from d2lib.drafter.reference import Reference
+    from d2lib.drafter.weights_card import Question, WeightsCard
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
@@ -40,6 +41,7 @@ class Family:
     fresh: (config, name, shape, generator) → a new tensor of a drafter that is to be trained.
     lora_targets: names of the adapted modules; `NAME.weight` is theirs.
     projections: names of the weights that are projections, which Muon can train: neither tables nor norms.
+    inspect: the card of a folder or file of released weights, None for one that is not the family's.
     reference, fast: REF, and the training path.
     """
 
@@ -50,6 +52,7 @@ class Family:
     fresh: Callable[[Any, str, tuple[int, ...], torch.Generator], Tensor]
     lora_targets: Callable[[Any], list[str]]
     projections: Callable[[Any], list[str]]
+    inspect: Callable[[Question], WeightsCard | None]
     reference: type[Reference]
     fast: type[FastDrafter]
 

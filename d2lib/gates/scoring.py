@@ -11,8 +11,10 @@ on rounds of the data at hand, and goes one by one where it does not hold.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +25,7 @@ from d2lib.drafter.batched import BatchedReference, select_rounds, self_check
 from d2lib.drafter.kernels import fold, one_thread
 from d2lib.drafter.reference import Reference, teacher_logits
 from d2lib.errors import Interrupted, Refused
-from d2lib.gates.journal import Journal
+from d2lib.gates.journal import Computation, Journal
 from d2lib.gates.request import RequestScore
 
 _BATCH = 256
@@ -67,6 +69,22 @@ def measure(logits: Tensor, teacher: Tensor, target: Tensor) -> tuple[Tensor, Te
     return accepted, fold(teacher.exp() * (teacher - log_softmax(logits)))
 
 
+def describe_device(device: torch.device) -> str:
+    """A device's kind and model: the card's name, or the processor's with the vector instructions that torch uses."""
+    if device.type == "cuda":
+        return f"cuda, {torch.cuda.get_device_name(device)}"
+    return f"{device.type}, {_processor()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 class Scorer:
     """Drafters of one target, scored side by side.
 
@@ -97,6 +115,11 @@ class Scorer:
             if self.batched
             else "one round at a time: batched arithmetic does not give the same bits on this machine"
         )
+
+    @property
+    def computation(self) -> Computation:
+        """What decides the last bits of a score here: a journal goes on only where it is the same."""
+        return Computation(torch=str(torch.__version__), device=describe_device(self.head.device), batched=self.batched)
 
     @one_thread()
     @torch.no_grad()

@@ -1,5 +1,6 @@
 """The drafter of DeepSeek-V4 and V4.1: stages of multi-query attention and experts over hyper-connected streams."""
 
+from d2lib.drafter.deepseek.card import inspect
 from d2lib.drafter.deepseek.config import DeepseekConfig
 from d2lib.drafter.deepseek.fast import DeepseekFast
 from d2lib.drafter.deepseek.reference import DeepseekReference
@@ -14,6 +15,7 @@ FAMILY = Family(
     fresh=fresh,
     lora_targets=lora_targets,
     projections=projections,
+    inspect=inspect,
     reference=DeepseekReference,
     fast=DeepseekFast,
 )

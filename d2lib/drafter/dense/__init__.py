@@ -1,5 +1,6 @@
 """Dense drafters: DSpark and DFlash with Qwen3-style blocks over a target's hidden states."""
 
+from d2lib.drafter.dense.card import inspect
 from d2lib.drafter.dense.config import DenseConfig, lora_targets, shapes
 from d2lib.drafter.dense.fast import DenseFast
 from d2lib.drafter.dense.reference import DenseReference
@@ -14,6 +15,7 @@ FAMILY = Family(
     fresh=fresh,
     lora_targets=lora_targets,
     projections=projections,
+    inspect=inspect,
     reference=DenseReference,
     fast=DenseFast,
 )
