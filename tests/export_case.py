@@ -13,6 +13,7 @@ from gates_cases import digest, part
 from tiny import tiny_adapter, tiny_config, tiny_weights
 
 from d2lib.data.assembly import SCORED
+from d2lib.data.manifest import FileEntry, Manifest, SequenceEntry
 from d2lib.drafter.config import DrafterConfig
 from d2lib.drafter.lora import Adapter
 from d2lib.drafter.weights import Weights, save_weights
@@ -58,9 +59,18 @@ def make_judged(
     (root / "admission").mkdir()
     save_weights(root / "assembly" / "native.safetensors", drafter.weights, drafter.config)
     write_json(root / "assembly" / "drafter.json", drafter.config.model_dump(mode="json"))
+    file = FileEntry(path="a.safetensors", size=1, sha256=digest("8"))
+    Manifest(
+        namespace="demo",
+        dim=drafter.config.dim,
+        vocab_size=drafter.config.vocab_size,
+        n_taps=drafter.config.n_taps,
+        target={"name": "case", "config": digest("9"), "sha256": digest("a")},
+        sequences=(SequenceEntry(id="a", split="train", family="a", rows=9, gen_start=4, file=file),),
+    ).write(root / "assembly" / "MANIFEST.json")
     admitted = {
         "namespace": "demo-full",
-        "manifest": digest("0"),
+        "manifest": str(sha256_file(root / "assembly" / "MANIFEST.json")),
         "native": str(sha256_file(root / "assembly" / "native.safetensors")),
         "drafter": str(sha256_file(root / "assembly" / "drafter.json")),
         "pilot": digest("4"),

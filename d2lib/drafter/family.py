@@ -54,6 +54,8 @@ class Family:
     lora_targets: names of the adapted modules; `NAME.weight` is theirs.
     projections: names of the weights that are projections, which Muon can train: neither tables nor norms.
     reference, fast: REF, and the training path.
+    activations: (config, blocks, seen) → fp32 numbers that FAST holds at most during an update of so many blocks, each
+        with `seen` context rows of its own, head and loss aside; an estimate that is too high rather than too low.
     peft_modules: how PEFT is told the adapted modules; by their whole names where it is None.
     notes: what the page of an exported adapter says of the family.
     inspect: the card of a folder or file of released weights, None for one that is not the family's.
@@ -68,6 +70,7 @@ class Family:
     projections: Callable[[Any], list[str]]
     reference: type[Reference]
     fast: type[FastDrafter]
+    activations: Callable[[Any, int, int], int]
     peft_modules: Callable[[Any], list[str]] | None = None
     notes: ExportNotes = ExportNotes()
     inspect: Callable[[Question], WeightsCard | None] = lambda question: None

@@ -11,6 +11,7 @@ from d2lib.drafter.lora import initialization_sha256 as tensors_sha256
 from d2lib.drafter.lora import lora_targets
 from d2lib.export.candidate import Candidate, Entry
 from d2lib.files import FileRecord
+from d2lib.gates.words import TRAJECTORY, judged_on, judged_on_rows
 
 Kind = Literal["peft adapter", "merged projections"]
 
@@ -42,6 +43,7 @@ def build_card(candidate: Candidate, kind: Kind, files: Mapping[str, FileRecord]
         "finish": _receipt(candidate.finish),
         "train": _receipt(candidate.train),
         "gain": GAIN,
+        "judged_on": judged_on(candidate.splits, candidate.target),
         "splits": {split: _split(candidate, split) for split in candidate.splits},
         "recipe": candidate.recipe.model_dump(mode="json"),
         "base": candidate.g2.identities.model_dump(mode="json"),
@@ -79,11 +81,16 @@ def render_readme(candidate: Candidate, card: Mapping[str, Any]) -> str:
         "",
         f"Gain: {GAIN}; the interval is the percentile interval of {resamples:,} resamples of requests, seed {seed}.",
         "",
+        "## Judged on",
+        "",
+        TRAJECTORY,
+        "",
+        *_bullets({row["judged on"]: row["which"] for row in judged_on_rows(card["judged_on"])}),
+        "",
         "## Evidence",
         "",
         *_bullets({"receipt of finish": card["finish"]["receipt_json_sha256"]}),
         *_bullets({"receipt of train": card["train"]["receipt_json_sha256"]}),
-        *_bullets(card["base"]),
         "",
         "## Recipe",
         "",

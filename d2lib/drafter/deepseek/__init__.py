@@ -2,7 +2,7 @@
 
 from d2lib.drafter.deepseek.card import inspect
 from d2lib.drafter.deepseek.config import DeepseekConfig
-from d2lib.drafter.deepseek.fast import DeepseekFast
+from d2lib.drafter.deepseek.fast import DeepseekFast, activations
 from d2lib.drafter.deepseek.notes import NOTES
 from d2lib.drafter.deepseek.reference import DeepseekReference
 from d2lib.drafter.deepseek.weights import EMBED, HEAD, fresh, lora_targets, projections, shapes
@@ -18,6 +18,7 @@ FAMILY = Family(
     projections=projections,
     reference=DeepseekReference,
     fast=DeepseekFast,
+    activations=activations,
     notes=NOTES,
     inspect=inspect,
 )

@@ -2,7 +2,7 @@
 
 from d2lib.drafter.dense.card import inspect
 from d2lib.drafter.dense.config import DenseConfig, lora_targets, peft_modules, shapes
-from d2lib.drafter.dense.fast import DenseFast
+from d2lib.drafter.dense.fast import DenseFast, activations
 from d2lib.drafter.dense.notes import NOTES
 from d2lib.drafter.dense.reference import DenseReference
 from d2lib.drafter.dense.weights import EMBED, HEAD, fresh, projections
@@ -18,6 +18,7 @@ FAMILY = Family(
     projections=projections,
     reference=DenseReference,
     fast=DenseFast,
+    activations=activations,
     peft_modules=peft_modules,
     notes=NOTES,
     inspect=inspect,
