@@ -17,9 +17,10 @@ import psutil
 import pytest
 import yaml
 from coordinator_case import LIBRARY, PROFILE, is_gone, private_tmux, tmux, wait_until
+from recorded_cards import RecordedCards
 
 from d2lib.benchmark.cases import drafter_config
-from d2lib.coordinator.cards import NvmlCards, RecordedCards, find_card
+from d2lib.coordinator.cards import NvmlCards, find_card
 from d2lib.coordinator.children import NoAnswer
 from d2lib.coordinator.conditions import card_memory
 from d2lib.coordinator.lease import check_free, hold
@@ -183,16 +184,17 @@ def recorded(folder: Path, watts: float = 225.0, free: int = 1 << 34, pids: tupl
 
 def card_runner(folder: Path, **profile: Any) -> Runner:
     solos = {"slot-a": {"card": "GPU-240876ad"}, "slot-b": {"card": "GPU-bc62df2a"}}
-    values: dict[str, Any] = {"solos": solos, "power_limit_watts": 225.0, "recorded_cards": recorded(folder)}
-    return Runner(folder, **(values | profile))
+    values: dict[str, Any] = {"solos": solos, "power_limit_watts": 225.0}
+    runner = Runner(folder, **(values | profile))
+    runner.module = (str(Path(__file__).with_name("recorded_cards.py")), recorded(folder))
+    return runner
 
 
 def test_the_card_is_pinned_by_its_whole_uuid(tmp_path: Path) -> None:
     runner = card_runner(tmp_path)
     status, said = runner.run("/bin/sh", "-c", "echo $CUDA_VISIBLE_DEVICES", solo="slot-b")
-    assert status == 0
+    assert status == 0, said
     assert runner.log.read_text().split()[-1] == OTHER
-    assert "comes from a recording, not from NVML" in said
     assert job_environment(CARD, {"CUDA_VISIBLE_DEVICES": "0"})["CUDA_VISIBLE_DEVICES"] == CARD
 
 
@@ -254,6 +256,18 @@ def test_without_a_driver_nvml_refuses() -> None:
         NvmlCards()
 
 
+def test_no_profile_and_no_flag_can_stand_in_for_the_driver(tmp_path: Path) -> None:
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("this host has a driver")
+    runner = card_runner(tmp_path)
+    runner.module = ("-m", "d2lib.coordinator.locked")
+    status, said = runner.run("touch", str(tmp_path / "ran"))
+    assert (status, "NVML does not answer" in said, (tmp_path / "ran").exists()) == (2, True, False), said
+    runner = card_runner(tmp_path, recorded_cards=recorded(tmp_path))
+    status, said = runner.run("touch", str(tmp_path / "ran"))
+    assert (status, "recorded_cards" in said, (tmp_path / "ran").exists()) == (2, True, False), said
+
+
 # --- conditions
 
 
@@ -263,7 +277,6 @@ def test_without_a_driver_nvml_refuses() -> None:
         ({"minimum_free_memory_gib": 1e6}, "refused: too little free memory; expected: at least 1e+06 GiB"),
         ({"power_limit_watts": 300.0}, "the card's power limit is another one; expected: 300 W enforced; found: 225 W"),
         ({"solos": {"slot-a": {"card": "GPU-00000000"}, "slot-b": {}}}, "refused: no such card"),
-        ({"recorded_cards": "/nowhere.json"}, "the recorded cards cannot be read"),
     ],
 )
 def test_a_condition_that_does_not_hold_refuses_before_the_start(

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from d2lib.coordinator.cards import Cards, open_cards
+from d2lib.coordinator.cards import Cards, NvmlCards
 from d2lib.coordinator.children import clean_environment
 from d2lib.coordinator.conditions import card_memory, check_start, check_watched
 from d2lib.coordinator.lease import hold, hold_further, utc_now
@@ -62,7 +62,7 @@ def run_locked(profile: Profile, work: Work, cards: Cards | None, say: Callable[
     """Take the solo, check the host, run the command and supervise it.
 
     Args:
-        cards: NVML's answers; None lets the profile decide.
+        cards: what answers about cards; by default NVML, asked when the solo is a card.
         say: takes the runner's lines.
 
     Raises:
@@ -72,9 +72,7 @@ def run_locked(profile: Profile, work: Work, cards: Cards | None, say: Callable[
     if solo is None:
         raise Refused("an unknown solo", expected=f"one of {', '.join(profile.solos)}", found=work.solo)
     if solo.card is not None and cards is None:
-        cards = open_cards(profile.recorded_cards)
-        if profile.recorded_cards is not None:
-            say(f"the card's state comes from a recording, not from NVML: {profile.recorded_cards}")
+        cards = NvmlCards()
     adopt_orphans()
     with (
         StopRequest().listening() as request,
@@ -167,8 +165,8 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; one line for every refusal."""
+def main(arguments: Sequence[str] | None = None, cards: Cards | None = None) -> int:
+    """Run the command line; one line for every refusal. No flag and no profile can say what answers about cards."""
     options = _arguments(sys.argv[1:] if arguments is None else arguments)
 
     def say(text: str) -> None:
@@ -179,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if here.is_dir() and os.path.realpath(here) != str(library_folder()):
             raise Refused("the runner runs another d2lib than its folder's", expected=here, found=library_folder())
         work = Work(options.job, options.solo, options.log, tuple(options.command), options.receipt, options.assembly)
-        return int(run_locked(load_profile(options.profile), work, None, say))
+        return int(run_locked(load_profile(options.profile), work, cards, say))
 
     return run_command("locked", run, say)
 

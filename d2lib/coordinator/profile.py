@@ -92,8 +92,6 @@ class Profile(Record):
     """What is known of the inputs from outside of them: a YAML file of the source (see d2lib.train.pins)."""
     policy: str | None = None
     """Whose signatures the receipts need, every phase's: a YAML file of the source (see d2lib.evidence.sign)."""
-    recorded_cards: str | None = None
-    """Rehearsals only: a JSON file that stands in for NVML (see d2lib.coordinator.cards)."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

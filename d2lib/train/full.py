@@ -88,7 +88,7 @@ def full_training(
         )
         pins.compare_data(assembly.folder, assembly.manifest, admitted.recipe)
     if os.path.lexists(out / f"{NAME}.pt"):
-        return _completed(assembly, admitted, out)
+        return completed(assembly, admitted, out)
     return train(
         assembly.blocks("train"),
         assembly.config,
@@ -110,10 +110,16 @@ def full_training(
 
 def full_adapter(assembly: Assembly, admitted: Admitted, out: Path) -> Adapter:
     """The completed full run's adapter; refuses one that is unfinished, short, or bound to something else."""
-    return _completed(assembly, admitted, out).adapter
+    return completed(assembly, admitted, out).adapter
 
 
-def _completed(assembly: Assembly, admitted: Admitted, out: Path) -> TrainResult:
+def completed(assembly: Assembly, admitted: Admitted, out: Path) -> TrainResult:
+    """The completed full run in `out`, from its final checkpoint alone.
+
+    Raises:
+        Refused: missing, damaged, unfinished, or bound to something else than the admitted recipe, over all its epochs,
+            on this assembly.
+    """
     blocks = len(assembly.blocks("train"))
     return finished(
         out / f"{NAME}.pt",

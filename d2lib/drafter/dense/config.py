@@ -252,6 +252,11 @@ def lora_targets(config: DenseConfig) -> list[str]:
     return ["fc"] + [f"layers.{layer}.{name}" for layer in range(config.n_layers) for name in _LAYER_TARGETS]
 
 
+def peft_modules(config: DenseConfig) -> list[str]:
+    """The last parts of the adapted modules' names, which is how servers want them told in a PEFT folder."""
+    return sorted({name.rpartition(".")[2] for name in lora_targets(config)})
+
+
 def _linear(name: str, out: int, inner: int, *, bias: bool) -> dict[str, tuple[int, ...]]:
     table: dict[str, tuple[int, ...]] = {f"{name}.weight": (out, inner)}
     return table | {f"{name}.bias": (out,)} if bias else table
