@@ -6,14 +6,21 @@ Estimates that are too high rather than too low; the frozen weights are most of 
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Literal
 
-from d2lib.drafter.config import DrafterConfig
+from d2lib.data.manifest import Manifest
+from d2lib.drafter.config import DrafterConfig, load_config
 from d2lib.drafter.family import family_of
 from d2lib.drafter.head_loss import GPU_CHUNK, TILE_BYTES
 from d2lib.drafter.lora import adapter_shapes
 from d2lib.drafter.weights import expected_shapes, kept_dtypes
 from d2lib.gates.evaluate import PROBE_ROUNDS
 from d2lib.train.arms import DTYPES, Precision
+from d2lib.train.recipe import RECIPES
+
+Work = Literal["train", "g2"]
+"""The notebooks that compute on a card."""
 
 LIBRARIES = 1 << 30
 """Bytes that a CUDA context and the libraries' workspaces take."""
@@ -62,3 +69,13 @@ def scoring_bytes(config: DrafterConfig, *, rank: int, anchor: int, device: bool
         + 8 * 8 * logits  # a few copies in float64
         + (LIBRARIES if device else 0)
     )
+
+
+def card_bytes(assembly: Path, work: Work) -> int:
+    """What a job needs of a card, from an assembly's drafter.json and MANIFEST.json; no row and no weight is read."""
+    config, manifest = load_config(assembly / "drafter.json"), Manifest.load(assembly / "MANIFEST.json")
+    recipe = RECIPES["KL"]  # batch and rank are every recipe's
+    anchor = max(entry.rows for entry in manifest.sequences)
+    if work == "train":
+        return training_bytes(config, batch=recipe.batch, rank=recipe.rank, anchor=anchor)
+    return scoring_bytes(config, rank=recipe.rank, anchor=anchor)
