@@ -12,7 +12,7 @@ from pathlib import Path
 from d2lib.coordinator import sessions
 from d2lib.coordinator.cards import NvmlCards
 from d2lib.coordinator.children import NoAnswer
-from d2lib.coordinator.conditions import check_start
+from d2lib.coordinator.conditions import card_memory, check_start
 from d2lib.coordinator.contract import JOBS, K2_FLAGS, Plan, Start
 from d2lib.coordinator.lease import check_free, hold_further, lock_path, read_holder
 from d2lib.coordinator.locked import ENDED, REFUSED, STARTED
@@ -75,7 +75,10 @@ def start_job(plan: Plan, job: Job, resume: int) -> Start:
     check_free(plan.profile.locks, name)
     with hold_further(solo.further_locks):
         pass
-    check_start(plan.profile, solo, None if solo.card is None else NvmlCards())
+    if solo.card is None:
+        check_start(plan.profile, solo, None)
+    else:
+        check_start(plan.profile, solo, NvmlCards(), card_memory(job, plan.paths.assembly))
     write_exclusive(start.script, start.script_text.encode(), mode=0o500)
     offset = start.coordinator_log.stat().st_size if start.coordinator_log.exists() else 0
     try:

@@ -1,6 +1,7 @@
 """The locked runner: one command on one solo, under its lock and limits, supervised to its end.
 
-    python -m d2lib.coordinator.locked --profile FILE --solo NAME --job JOB --log FILE [--receipt FILE] -- COMMAND ...
+    python -m d2lib.coordinator.locked --profile FILE --solo NAME --job JOB --log FILE [--receipt FILE]
+        [--assembly FOLDER] -- COMMAND ...
 
 It says on stdout, line by line with UTC time and job, that the child started, why it was stopped, and how it ended. The
 child's own output goes to --log. Exit statuses are those of every command; a child that a signal killed is 4.
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from d2lib.coordinator.cards import Cards, NvmlCards
 from d2lib.coordinator.children import clean_environment
-from d2lib.coordinator.conditions import check_start, check_watched
+from d2lib.coordinator.conditions import card_memory, check_start, check_watched
 from d2lib.coordinator.lease import hold, hold_further, utc_now
 from d2lib.coordinator.processes import adopt_orphans, before_exec, end_leftovers
 from d2lib.coordinator.profile import Profile, load_profile
@@ -53,6 +54,8 @@ class Work:
     command: tuple[str, ...]
     receipt: Path | None = None
     """What the command leaves when it comes to an end of its own; without it a status 0, 1 or 3 is not believed."""
+    assembly: Path | None = None
+    """The assembly whose drafter says how much card memory is needed."""
 
 
 def run_locked(profile: Profile, work: Work, cards: Cards | None, say: Callable[[str], None]) -> ExitStatus:
@@ -76,7 +79,8 @@ def run_locked(profile: Profile, work: Work, cards: Cards | None, say: Callable[
         hold(profile.locks, work.solo, work.job) as lease,
         hold_further(solo.further_locks) as further,
     ):
-        uuid = check_start(profile, solo, cards)
+        needed = card_memory(work.job, work.assembly) if solo.card is not None and work.assembly is not None else 0
+        uuid = check_start(profile, solo, cards, needed)
         where = "CPU" if uuid is None else uuid
         say(f"holds {work.solo} ({where}), lock {lease.path}; at most {profile.memory_limit_gib:g} GiB resident")
         if request.number is not None:
@@ -156,6 +160,7 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--job", required=True)
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--receipt", type=Path, help="what the command must have written to be believed")
+    parser.add_argument("--assembly", type=Path, help="whose drafter says how much card memory is needed")
     parser.add_argument("command", nargs="+", metavar="COMMAND")
     return parser.parse_args(arguments)
 
@@ -171,7 +176,7 @@ def main(arguments: Sequence[str] | None = None, cards: Cards | None = None) -> 
         here = Path.cwd() / "d2lib"
         if here.is_dir() and os.path.realpath(here) != str(library_folder()):
             raise Refused("the runner runs another d2lib than its folder's", expected=here, found=library_folder())
-        work = Work(options.job, options.solo, options.log, tuple(options.command), options.receipt)
+        work = Work(options.job, options.solo, options.log, tuple(options.command), options.receipt, options.assembly)
         return int(run_locked(load_profile(options.profile), work, cards, say))
 
     return run_command("locked", run, say)
