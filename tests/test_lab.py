@@ -452,6 +452,14 @@ def test_a_pilot_that_was_stopped_goes_on_to_the_same_record(captured: Path, tmp
             arm.pop("seconds")
     assert records[0] == records[1]
     assert set(SCORED) >= set(records[0]["k2"])
+    assert records[0]["arithmetic"] == {
+        "precision": "fp32",
+        "device": "cpu",
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+    with pytest.raises(Refused, match="precision"):  # an arm that is finished was not computed so
+        run_pilot(assembly, recipe, tmp_path / "halves", **options, precision="bf16")
 
 
 def test_products_that_exist_are_taken_as_they_are_or_refused_by_name(captured: Path, tmp_path: Path) -> None:

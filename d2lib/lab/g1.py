@@ -35,11 +35,12 @@ class G1:
         return all(row.holds for row in self.rows)
 
 
-def run_g1(assembly: Assembly, *, progress: Callable[[str], object] = lambda _: None) -> G1:
+def run_g1(assembly: Assembly, *, device: str = "cpu", progress: Callable[[str], object] = lambda _: None) -> G1:
     """Integrity of every split (a), exact replay of dev (b), K2 coverage, parity with the live drafts.
 
     Args:
         assembly: what capture made.
+        device: what drafts again for the parity; the replay is the CPU's, whose bits are stored.
         progress: called with each part's name before it starts.
     """
     folder, manifest = assembly.folder, assembly.manifest
@@ -50,7 +51,7 @@ def run_g1(assembly: Assembly, *, progress: Callable[[str], object] = lambda _: 
     replay = replay_rows(target, manifest, folder, "dev")
     progress("K2 coverage")
     rows += replay + coverage_rows(manifest, folder, {split: assembly.k2_path(split) for split in SCORED})
-    drafter = BatchedReference(assembly.config, assembly.weights)
+    drafter = BatchedReference(assembly.config, assembly.load_weights(device))
     parities = []
     for split in SCORED:
         progress(f"parity on {split}")
