@@ -25,6 +25,7 @@ from d2lib.lab.capture import CaptureProfile, capture
 from d2lib.lab.corpus import Corpus, group_similar, read_corpus, split_families
 from d2lib.lab.decode import Stream, decode_live
 from d2lib.lab.g1 import run_g1
+from d2lib.lab.model import load_model
 from d2lib.lab.pilot import Pilot, run_pilot
 from d2lib.lab.pretrain import native_loss
 from d2lib.lab.prompts import draw_prompts
@@ -428,6 +429,31 @@ def test_the_native_loss_is_the_mixture_and_the_confidences(captured: Path) -> N
                 total += float(F.binary_cross_entropy(chance, torch.tensor(1 - tv))) / valid
         total += sum(cost) / len(cost) / 3
     assert float(native_loss(drafter, batch)) == pytest.approx(total, rel=1e-4)
+
+
+def test_the_target_may_lie_elsewhere_by_its_digests(captured: Path, tmp_path: Path) -> None:
+    folder, target = tmp_path / "assembly", tmp_path / "target"
+    shutil.copytree(captured, folder)
+    target.mkdir()
+    digests = {}
+    for name in ("target.json", "target.safetensors"):
+        (folder / name).rename(target / name)
+        digests[name] = str(sha256_file(target / name))
+    pointer = {"kind": "elsewhere", "folder": str(target)}
+    pointer |= {"description": digests["target.json"], "weights": digests["target.safetensors"]}
+    (folder / "target.json").write_text(json.dumps(pointer))
+    found = run_g1(Assembly(folder))
+    assert found.holds
+    assert found.receipt.replay.target == digests["target.safetensors"]
+    (target / "target.safetensors").chmod(0o600)
+    with open(target / "target.safetensors", "ab") as stream:
+        stream.write(b"x")
+    with pytest.raises(Refused, match="the target is not the assembly's"):
+        load_model(folder)
+    for wrong in ({"folder": "target"}, {"weights": "x"}, {"more": 1}):
+        (folder / "target.json").write_text(json.dumps(pointer | wrong))
+        with pytest.raises(Refused):
+            load_model(folder)
 
 
 def test_a_pilot_that_was_stopped_goes_on_to_the_same_record(captured: Path, tmp_path: Path) -> None:
