@@ -19,12 +19,12 @@ from d2lib.drafter.family import fast_drafter
 from d2lib.errors import Interrupted, Refused
 from d2lib.files import sha256_file, write_json
 from d2lib.gates.evaluate import Evaluation, evaluate_split
+from d2lib.gates.parity import compare_drafts
 from d2lib.lab import capture as capturing
 from d2lib.lab.capture import CaptureProfile, capture
 from d2lib.lab.corpus import Corpus, group_similar, read_corpus, split_families
 from d2lib.lab.decode import Stream, decode_live
 from d2lib.lab.g1 import run_g1
-from d2lib.lab.parity import compare_drafts
 from d2lib.lab.pilot import Pilot, run_pilot
 from d2lib.lab.pretrain import native_loss
 from d2lib.lab.prompts import draw_prompts

@@ -88,7 +88,7 @@ def test_a_verifier_that_wastes_drafts_gives_the_right_tokens_and_is_noticed(
 class Oracle:
     """Drafts what the target says, but for one wrong token in every `period` rows."""
 
-    config = SimpleNamespace(block_size=5, window=7)
+    config = SimpleNamespace(block_size=5, context_rows=lambda anchor: min(anchor, 7))
 
     def __init__(self, tokens: torch.Tensor, period: int) -> None:
         self.tokens, self.period = tokens.tolist(), period

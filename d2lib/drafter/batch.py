@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,8 +39,8 @@ class BlockBatch:
 
     taps: [R, n_taps·dim] raw taps, each distinct (sequence, row) once.
     positions: [R] int64, each row's index in its sequence.
-    context: [B, W] int64 indices into R; the last C entries are used, oldest first, the others are 0. W is any width
-        that holds the batch's longest context.
+    context: [B, W] int64 indices into R; the last C entries are used, neighbours, oldest first; the others are 0. W is
+        any width that holds the batch's longest context.
     context_valid: [B, W] bool; a suffix of True.
     anchor, anchor_token: [B] int64.
     previous, target: [B, K] int64. valid: [B, K] bool, a prefix of True in each row.
@@ -79,8 +81,40 @@ class BlockBatch:
         return BlockBatch(**{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
 
 
-def gather_context(rows: list[Tensor], context: Tensor) -> list[Tensor]:
-    """What each round sees of the distinct context rows: tensors [R, ...] and indices [B, W] to tensors [B, W, ...]."""
-    if rows and not len(rows[0]):  # no round sees any row, yet the padding points at one
-        rows = [part.new_zeros(1, *part.shape[1:]) for part in rows]
-    return [part.index_select(0, context.flatten()).view(*context.shape, *part.shape[1:]) for part in rows]
+@dataclass(frozen=True)
+class Context:
+    """What B rounds see of R context rows.
+
+    parts: tensors [R, ...], as `Reference.context` makes them.
+    index: [B, W] int64 indices into R; a round's rows are neighbours, oldest first, ending in the last column.
+    valid: [B, W] bool, a suffix of True; what stands in the other columns means nothing.
+    """
+
+    parts: list[Tensor]
+    index: Tensor
+    valid: Tensor
+
+    def gathered(self) -> list[Tensor]:
+        """Every part by rounds, copied: [B, W, ...]."""
+        rows, shape = self.index.flatten(), self.index.shape
+        parts = self.parts
+        if parts and not len(parts[0]):  # no round sees any row, yet the padding points at one
+            parts = [part.new_zeros(1, *part.shape[1:]) for part in parts]
+        return [part.index_select(0, rows).view(*shape, *part.shape[1:]) for part in parts]
+
+    def windows(self, part: Tensor) -> Sequence[Tensor]:
+        """Every round's [W, ...] of a part: views of the shared rows, or copies where a gradient is wanted."""
+        width = self.index.shape[1]
+        if part.requires_grad:
+            return Context([part], self.index, self.valid).gathered()[0].unbind()
+        ends = self.ends
+        missing = max(0, width - min(ends))
+        if missing:
+            part = torch.cat([part.new_zeros(missing, *part.shape[1:]), part])
+        return [part[end + missing - width : end + missing] for end in ends]
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Where each round's rows end in R (exclusive); 0 for a round that sees none."""
+        seen = self.valid[:, -1:].any(1)
+        return torch.where(seen, self.index[:, -1] + 1, 0).tolist()

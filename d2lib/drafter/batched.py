@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from d2lib.drafter.batch import BlockBatch, gather_context
+from d2lib.drafter.batch import BlockBatch, Context
 from d2lib.drafter.config import DrafterConfig
 from d2lib.drafter.family import reference_drafter
 from d2lib.drafter.kernels import one_thread
@@ -23,7 +23,7 @@ from d2lib.drafter.reference import Reference
 
 _CHUNK_ROUNDS = 256
 _CHUNK_LOGITS = 1 << 25
-_CHUNK_CONTEXT = 1 << 26
+_CHUNK_CONTEXT = 1 << 24
 """Rounds are stacked up to the first number, fewer where their logits or what they see of the context would exceed the
 others (of fp32 numbers)."""
 
@@ -94,8 +94,8 @@ class BatchedReference:
     def hidden_parts(self, batch: BlockBatch) -> Iterator[tuple[Tensor, Tensor]]:
         """Numbers of rounds [chunk] and their hidden rows [chunk, K, dim]; a context row is computed once."""
         reference, c = self.reference, self.reference.config
-        rows = reference.context(batch.taps, batch.positions)
-        numbers = sum(part[:1].numel() for part in rows)
+        parts = reference.context(batch.taps, batch.positions)
+        numbers = sum(part.shape[1:].numel() for part in parts)
         for width, together in padded_widths(c, batch).items():
             chunk = min(_CHUNK_ROUNDS, _CHUNK_LOGITS // (c.block_size * c.vocab_size))
             chunk = max(1, min(chunk, _CHUNK_CONTEXT // max(1, width * numbers)))
@@ -103,10 +103,8 @@ class BatchedReference:
                 context, valid = batch.context[rounds], batch.context_valid[rounds]
                 missing = width - context.shape[1]  # negative: the batch is wider than these rounds need
                 context, valid = F.pad(context, (missing, 0)), F.pad(valid, (missing, 0))
-                hidden = reference.backbone(
-                    batch.anchor_token[rounds], batch.anchor[rounds], gather_context(rows, context), valid
-                )
-                yield rounds, hidden
+                seen = Context(parts, context, valid)
+                yield rounds, reference.backbone(batch.anchor_token[rounds], batch.anchor[rounds], seen)
 
 
 def padded_widths(config: DrafterConfig, batch: BlockBatch) -> dict[int, Tensor]:

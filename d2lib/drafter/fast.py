@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from d2lib.drafter.batch import BlockBatch, gather_context
+from d2lib.drafter.batch import BlockBatch, Context
 from d2lib.drafter.config import DrafterConfig
 from d2lib.drafter.head_loss import HeadLoss, fused_head_loss
 from d2lib.drafter.objectives import Objective
@@ -46,8 +46,8 @@ class FastDrafter(Reference):
 
     def hidden(self, batch: BlockBatch) -> Tensor:
         """The backbone's hidden rows [B, K, dim] of every slot of the batch."""
-        rows = self.context(batch.taps, batch.positions)
-        return self.backbone(batch.anchor_token, batch.anchor, gather_context(rows, batch.context), batch.context_valid)
+        context = Context(self.context(batch.taps, batch.positions), batch.context, batch.context_valid)
+        return self.backbone(batch.anchor_token, batch.anchor, context)
 
     def logits(self, hidden: Tensor, batch: BlockBatch) -> Tensor:
         """Teacher-forced logits [B, K, V] in full: for small vocabularies and for tests."""

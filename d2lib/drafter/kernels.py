@@ -14,7 +14,7 @@ The last two rest on the library rather than on a standard: `batched.self_check`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -88,12 +88,17 @@ def align(x: Tensor, dim: int = -1) -> Tensor:
     return torch.cat([x, x.new_zeros(shape)], dim)
 
 
-def paired_products(left: Tensor, right: Tensor) -> Tensor:
-    """Left[b]·right[b] for every b, one product of a fixed shape at a time: [B, m, n] by [B, n, p] → [B, m, p].
+def paired_products(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+    """Left[b]·right[b] for every b, one product of a fixed shape at a time: B of [m, n] by B of [n, p] → [B, m, p].
 
-    The innermost axes must be aligned (`align`).
+    The innermost axes must be aligned (`align`), and strides the same from one b to another.
     """
-    return torch.stack([a @ b for a, b in zip(left.unbind(), right.unbind(), strict=True)])
+    if torch.is_grad_enabled():
+        return torch.stack([a @ b for a, b in zip(left, right, strict=True)])
+    products = left[0].new_empty(len(left), left[0].shape[0], right[0].shape[1])
+    for a, b, product in zip(left, right, products.unbind(), strict=True):
+        torch.mm(a, b, out=product)
+    return products
 
 
 def fold(x: Tensor, dim: int = -1, *, keepdim: bool = False) -> Tensor:

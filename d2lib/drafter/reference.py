@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from d2lib.drafter.batch import Round
+from d2lib.drafter.batch import Context, Round
 from d2lib.drafter.config import DrafterConfig
 from d2lib.drafter.family import family_of
 from d2lib.drafter.heads import ConfidenceHead, MarkovHead
@@ -88,14 +88,15 @@ class Reference(ABC):
     def _hidden(self, round: Round) -> Tensor:
         rows, device = len(round.positions), round.taps.device
         width = self.config.padded_rows(rows)
-        context = [
-            torch.cat([part.new_zeros(width - rows, *part.shape[1:]), part]).unsqueeze(0)
+        parts = [
+            torch.cat([part.new_zeros(width - rows, *part.shape[1:]), part])
             for part in self.context(round.taps, round.positions)
         ]
-        valid = torch.arange(width, device=device) >= width - rows
+        column = torch.arange(width, device=device).unsqueeze(0)
+        context = Context(parts, column, column >= width - rows)
         anchor = torch.tensor([round.anchor], device=device)
         token = torch.tensor([round.anchor_token], device=device)
-        return self.backbone(token, anchor, context, valid.unsqueeze(0)).squeeze(0)
+        return self.backbone(token, anchor, context).squeeze(0)
 
     # A family's part.
 
@@ -105,13 +106,12 @@ class Reference(ABC):
         positions [R] to tensors [R, ...], in the order in which `backbone` takes them."""
 
     @abstractmethod
-    def backbone(self, anchor_token: Tensor, anchor: Tensor, context: list[Tensor], context_valid: Tensor) -> Tensor:
+    def backbone(self, anchor_token: Tensor, anchor: Tensor, context: Context) -> Tensor:
         """The parallel pass: hidden [B, K, dim] of every slot.
 
         Args:
             anchor_token, anchor: [B] int64.
-            context: tensors [B, W, ...]; of round b, column c is row anchor[b] - W + c of its sequence.
-            context_valid: [B, W] bool, a suffix of True; what stands in other columns means nothing.
+            context: of W columns; of round b, column c is row anchor[b] - W + c of its sequence.
         """
 
     @abstractmethod

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from d2lib.admission.records import G1Receipt, LiveSource, Replay
 from d2lib.admission.records import Parity as ParityRecord
-from d2lib.data.assembly import K2_NAMES, SCORED, Assembly
+from d2lib.data.assembly import K2_NAMES, SCORED, Assembly, ScoredSplit
 from d2lib.data.check import CheckRow
 from d2lib.data.integrity import coverage_rows, integrity_rows
 from d2lib.drafter.batched import BatchedReference
-from d2lib.files import read_json, sha256_file
+from d2lib.files import sha256_file
+from d2lib.gates.parity import Parity, compare_drafts
 from d2lib.lab.model import load_model
-from d2lib.lab.parity import Parity, compare_drafts
 from d2lib.lab.replay import replay_rows
 
 TOLERANCE = 5e-3
@@ -58,9 +59,10 @@ def run_g1(assembly: Assembly, *, progress: Callable[[str], object] = lambda _: 
     entries = manifest.split("dev")
     digests = assembly.identities
     live = {name: folder / name for name in ("target.safetensors", "native.safetensors")}
+    valid = {name: all(_names(assembly, split, path) for split in SCORED) for name, path in live.items()}
     live |= {K2_NAMES[split]: assembly.k2_path(split) for split in SCORED}
+    valid |= {K2_NAMES[split]: parity.row().holds for split, parity in zip(SCORED, parities, strict=True)}
     receipt = G1Receipt(
-        synthetic=bool(read_json(folder / "provenance.json")["synthetic"]),
         namespace=manifest.namespace,
         manifest_sha256=digests["manifest"],
         k2={split: digests[f"k2_{split}"] for split in SCORED},
@@ -84,7 +86,13 @@ def run_g1(assembly: Assembly, *, progress: Callable[[str], object] = lambda _: 
             for split, parity in zip(SCORED, parities, strict=True)
         },
         live_sources=[
-            LiveSource(name=name, status="VALID", sha256=str(sha256_file(path))) for name, path in live.items()
+            LiveSource(name=name, status="VALID" if valid[name] else "WITHDRAWN", sha256=str(sha256_file(path)))
+            for name, path in live.items()
         ],
     )
     return G1(rows, parities, receipt)
+
+
+def _names(assembly: Assembly, split: ScoredSplit, path: Path) -> bool:
+    """Whether a split's trajectory says, in the header that the live run wrote, that it used these bytes."""
+    return str(sha256_file(path)) in assembly.k2(split).header.live.values()

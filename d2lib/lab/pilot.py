@@ -21,7 +21,7 @@ from d2lib.drafter.config import DrafterConfig
 from d2lib.drafter.family import reference_drafter
 from d2lib.drafter.lora import Adapter, load_adapter, save_adapter
 from d2lib.errors import Refused
-from d2lib.files import fsync_folder, read_json, sha256_file, write_json
+from d2lib.files import fsync_folder, sha256_file, write_json
 from d2lib.gates.evaluate import PROBE_ROUNDS
 from d2lib.gates.pilot import PilotAdapters, PilotScores, PilotVerdict, judge_pilot
 from d2lib.gates.scoring import Scorer, score_sample
@@ -123,7 +123,6 @@ def run_pilot(
     digest = write_json(out / "scores.json", scores.model_dump(mode="json"), once=True)
     verdict = judge_pilot(scores)
     receipt = PilotReceipt(
-        synthetic=bool(read_json(assembly.folder / "provenance.json")["synthetic"]),
         namespace=namespace,
         verdict=verdict.verdict,
         recipe=recipe.model_dump(mode="json"),

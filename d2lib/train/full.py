@@ -13,6 +13,7 @@ from d2lib.errors import Refused
 from d2lib.files import Hashed, canonical_json, read_json, sha256_bytes
 from d2lib.train.arms import Precision
 from d2lib.train.loop import TrainResult, finished, train
+from d2lib.train.pins import Pins
 from d2lib.train.recipe import Recipe, from_receipt
 from d2lib.train.schedule import total_updates
 
@@ -23,7 +24,7 @@ class Admitted:
     """What admission let in: the recipe and the digests that everything after it is bound to.
 
     Args:
-        path: admitted.json.
+        path: admitted.json, of the newest admission that is done (see d2lib.evidence.phase.Phase.product).
 
     Raises:
         Refused: not an admission, not admitted, or its recipe is not the one that its identities name.
@@ -72,16 +73,22 @@ def full_training(
     precision: Precision = "fp32",
     device: str = "cpu",
     threads: int | None = None,
+    pins: Pins | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> TrainResult:
-    """Train full-fast.pt; see `train` for what is saved, bound and refused.
+    """Train full-fast.pt; see `train` for what is saved, bound and refused. Pins, where given, are compared first.
 
     A run that ended between its last byte and its receipt is complete: its result is returned, once everything that it
     is bound to is compared, and nothing is trained.
     """
     admitted.check(assembly)
+    if pins is not None:
+        pins.compare(
+            assembly.folder, namespace=admitted.identities["namespace"], manifest=assembly.identities["manifest"]
+        )
+        pins.compare_data(assembly.folder, assembly.manifest, admitted.recipe)
     if os.path.lexists(out / f"{NAME}.pt"):
-        return _completed(assembly, admitted, out)
+        return completed(assembly, admitted, out)
     return train(
         assembly.blocks("train"),
         assembly.config,
@@ -103,10 +110,16 @@ def full_training(
 
 def full_adapter(assembly: Assembly, admitted: Admitted, out: Path) -> Adapter:
     """The completed full run's adapter; refuses one that is unfinished, short, or bound to something else."""
-    return _completed(assembly, admitted, out).adapter
+    return completed(assembly, admitted, out).adapter
 
 
-def _completed(assembly: Assembly, admitted: Admitted, out: Path) -> TrainResult:
+def completed(assembly: Assembly, admitted: Admitted, out: Path) -> TrainResult:
+    """The completed full run in `out`, from its final checkpoint alone.
+
+    Raises:
+        Refused: missing, damaged, unfinished, or bound to something else than the admitted recipe, over all its epochs,
+            on this assembly.
+    """
     blocks = len(assembly.blocks("train"))
     return finished(
         out / f"{NAME}.pt",

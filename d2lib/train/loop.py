@@ -44,7 +44,7 @@ class Blocks(Protocol):
 
 @dataclass(frozen=True)
 class TrainResult:
-    """A finished run: the adapter, its file, updates, seconds, and the metrics by column.
+    """A finished run: the adapter, its file, updates, seconds, the metrics by column, and what it is bound to.
 
     Seconds are those of all attempts, from the boundary of the last update; 0 where that is gone.
     """
@@ -56,6 +56,7 @@ class TrainResult:
     seconds_per_update: float
     metrics: Mapping[str, Tensor]
     initialization: Hashed
+    bound: Mapping[str, Any]
 
 
 def train(
@@ -200,6 +201,7 @@ def finished(path: Path, config: DrafterConfig, bound: Mapping[str, Any] | None 
         seconds_per_update=seconds / state.update,
         metrics=state.metrics,
         initialization=Hashed.parse(state.identity["initialization"]),
+        bound=state.identity,
     )
 
 

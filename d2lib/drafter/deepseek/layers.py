@@ -109,13 +109,18 @@ def sink_attention(q: Tensor, bank: Tensor, bank_valid: Tensor, sink: Tensor) ->
     """
     rounds, slots, heads, width = q.shape
     bank, bank_valid = align(align(bank), 1), align(bank_valid)
-    scores = paired_products(align(q).reshape(rounds, slots * heads, -1), bank.transpose(1, 2)) * width**-0.5
+    scores = (
+        paired_products(align(q).reshape(rounds, slots * heads, -1).unbind(), bank.transpose(1, 2).unbind())
+        * width**-0.5
+    )
     scores = scores.view(rounds, slots, heads, -1).masked_fill(~bank_valid[:, None, None, :], float("-inf"))
     top = torch.maximum(scores.amax(-1), sink).detach()
     exponent = torch.exp(scores - top.unsqueeze(-1))
     mass = fold(exponent) + torch.exp(sink - top)
     attended = exponent / mass.unsqueeze(-1)
-    return paired_products(attended.reshape(rounds, slots * heads, -1), bank)[..., :width].reshape(q.shape)
+    return paired_products(attended.reshape(rounds, slots * heads, -1).unbind(), bank.unbind())[..., :width].reshape(
+        q.shape
+    )
 
 
 def route(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from d2lib.drafter.batch import Context
 from d2lib.drafter.deepseek.config import DeepseekConfig
 from d2lib.drafter.deepseek.layers import (
     Mixes,
@@ -46,7 +47,7 @@ class DeepseekReference(Reference):
         main_x = self._norm(self._project("mtp.0.main_proj", taps.float()), "mtp.0.main_norm")
         return [self._kv(f"mtp.{stage}.attn", main_x, positions) for stage in range(self.config.n_stages)]
 
-    def backbone(self, anchor_token: Tensor, anchor: Tensor, context: list[Tensor], context_valid: Tensor) -> Tensor:
+    def backbone(self, anchor_token: Tensor, anchor: Tensor, context: Context) -> Tensor:
         """The parallel pass: y [B, K, dim] of every slot, the streams after the last stage; see Reference."""
         c = self.config
         rounds, device = anchor.shape[0], anchor.device
@@ -55,11 +56,11 @@ class DeepseekReference(Reference):
         positions = (anchor.unsqueeze(1) + torch.arange(c.block_size, device=device)).flatten()
         x = self.embed[ids.flatten()].unsqueeze(1).expand(-1, c.hc_mult, -1)
         pre = F.one_hot(torch.zeros_like(positions), c.hc_mult).to(x.dtype)
-        for stage, kv in enumerate(context):
+        for stage, kv in enumerate(context.gathered()):
             prefix = f"mtp.{stage}"
 
             def attention(h: Tensor, prefix: str = prefix, kv: Tensor = kv) -> Tensor:
-                return self._attention(f"{prefix}.attn", h, positions, kv, context_valid)
+                return self._attention(f"{prefix}.attn", h, positions, kv, context.valid)
 
             def experts(h: Tensor, prefix: str = prefix) -> Tensor:
                 return self._experts(f"{prefix}.ffn", h)

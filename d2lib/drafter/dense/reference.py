@@ -6,11 +6,13 @@ in what is computed here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from d2lib.drafter.batch import Context
 from d2lib.drafter.dense.config import DenseConfig
 from d2lib.drafter.dense.rotary import rotary_angles, rotate
 from d2lib.drafter.heads import ConfidenceHead, MarkovHead
@@ -31,14 +33,14 @@ class DenseReference(Reference):
     j >= a - w for every r, as speculators trains; the second is for comparisons with that trainer alone."""
 
     def context(self, taps: Tensor, positions: Tensor) -> list[Tensor]:
-        """Every layer's keys and values, [R, n_kv_heads, head_dim] each, of z = RMSNorm(fc · raw taps).
+        """Every layer's keys and values (`_key_value`) of z = RMSNorm(fc · raw taps).
 
         Context rows pass through no layer: z is every layer's input to its key and value projections.
         """
         z = self._norm(self._project("fc", taps.float()), "hidden_norm")
         return [part for layer in range(self.config.n_layers) for part in self._key_value(layer, z, positions)]
 
-    def backbone(self, anchor_token: Tensor, anchor: Tensor, context: list[Tensor], context_valid: Tensor) -> Tensor:
+    def backbone(self, anchor_token: Tensor, anchor: Tensor, context: Context) -> Tensor:
         """The parallel pass: y [B, K, dim], the slots' rows after the last layer and the final norm; see Reference."""
         c = self.config
         rounds, device = anchor.shape[0], anchor.device
@@ -49,8 +51,7 @@ class DenseReference(Reference):
         for layer in range(c.n_layers):
             name = f"layers.{layer}"
             h = self._norm(x, f"{name}.input_layernorm")
-            keys, values = context[2 * layer : 2 * layer + 2]
-            x = x + self._attention(layer, h, positions, keys, values, context_valid)
+            x = x + self._attention(layer, h, positions, context)
             m = self._norm(x, f"{name}.post_attention_layernorm")
             gate, up = self._project(f"{name}.mlp.gate_proj", m), self._project(f"{name}.mlp.up_proj", m)
             x = x + self._project(f"{name}.mlp.down_proj", silu(gate) * up)
@@ -81,65 +82,88 @@ class DenseReference(Reference):
 
     # Their parts.
 
-    def visible(self, layer: int, context_valid: Tensor) -> Tensor:
-        """Which context rows, then which query rows, each query row sees: [B, W] to [B, N, W + N] bool."""
-        c = self.config
-        rounds, width = context_valid.shape
-        row = torch.arange(c.n_rows, device=context_valid.device).unsqueeze(1)
-        seen = context_valid.unsqueeze(1).expand(-1, c.n_rows, -1)
-        if c.layer_types[layer] == "sliding_attention" and c.sliding_window is not None:
-            before = width - torch.arange(width, device=context_valid.device)  # a - j
-            reach = c.sliding_window - 1 - row if self.sliding_rule == "served" else c.sliding_window
-            seen = seen & (before <= reach)
-        block = row >= row.T if c.causal[layer] else torch.ones_like(row, dtype=torch.bool)
-        return torch.cat([seen, block.expand(rounds, -1, c.n_rows)], dim=2)
+    def seen(self, layer: int, valid: Tensor) -> Tensor:
+        """Which context rows each query row sees: valid [B, W] to [B, N, W] bool."""
+        c, width = self.config, valid.shape[1]
+        rows = valid.unsqueeze(1).expand(-1, c.n_rows, -1)
+        if c.layer_types[layer] == "full_attention" or c.sliding_window is None:
+            return rows
+        row = torch.arange(c.n_rows, device=valid.device).unsqueeze(1)
+        before = width - torch.arange(width, device=valid.device)  # a - j
+        return rows & (before <= (c.sliding_window - 1 - row if self.sliding_rule == "served" else c.sliding_window))
+
+    def block(self, layer: int, device: torch.device) -> Tensor:
+        """Which query rows each query row sees: [N, N] bool."""
+        n_rows = self.config.n_rows
+        everything = torch.ones(n_rows, n_rows, dtype=torch.bool, device=device)
+        return everything.tril() if self.config.causal[layer] else everything
 
     def _key_value(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys, normed and rotated, and values of rows [M, dim] at positions [M]: [M, n_kv_heads, head_dim] each."""
+        """Keys, normed and rotated, and values of rows [M, dim] at positions [M]: [M, n_kv_heads, head_dim] each, with
+        zeros up to a multiple of 16 channels."""
         c, name = self.config, f"layers.{layer}.self_attn"
         keys = self._project(f"{name}.k_proj", x).view(-1, c.n_kv_heads, c.head_dim)
         values = self._project(f"{name}.v_proj", x).view(-1, c.n_kv_heads, c.head_dim)
-        return self._turned(keys, f"{name}.k_norm", positions), values
+        return align(self._turned(keys, f"{name}.k_norm", positions)), align(values)
 
     def _turned(self, x: Tensor, norm: str, positions: Tensor) -> Tensor:
         cos, sin = (part.unsqueeze(1) for part in rotary_angles(positions, self.config))
         return rotate(self._norm(x, norm), cos, sin)
 
-    def _attention(
-        self, layer: int, h: Tensor, positions: Tensor, keys: Tensor, values: Tensor, context_valid: Tensor
-    ) -> Tensor:
+    def _attention(self, layer: int, h: Tensor, positions: Tensor, context: Context) -> Tensor:
         c, name = self.config, f"layers.{layer}.self_attn"
         q = self._project(f"{name}.q_proj", h).view(-1, c.n_heads, c.head_dim)
         q = self._turned(q, f"{name}.q_norm", positions).view(-1, c.n_rows, c.n_heads, c.head_dim)
-        slots = [part.view(-1, c.n_rows, *part.shape[1:]) for part in self._key_value(layer, h, positions)]
-        values = values.masked_fill(~context_valid[:, :, None, None], 0.0)
-        out = grouped_attention(
-            q,
-            torch.cat([keys, slots[0]], dim=1),
-            torch.cat([values, slots[1]], dim=1),
-            self.visible(layer, context_valid),
-        )
+        keys, values = (context.windows(part) for part in context.parts[2 * layer : 2 * layer + 2])
+        slots = [part.view(len(q), c.n_rows, *part.shape[1:]) for part in self._key_value(layer, h, positions)]
+        seen, block = self.seen(layer, context.valid), self.block(layer, h.device)
+        out = grouped_attention(q, keys, values, seen, slots[0], slots[1], block)
         return self._project(f"{name}.o_proj", out.reshape(-1, c.n_heads * c.head_dim))
 
 
-def grouped_attention(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """Softmax attention in which query head h reads KV head ⌊h / (heads / groups)⌋ (arXiv 2305.13245).
+def grouped_attention(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    seen: Tensor,
+    slot_keys: Tensor,
+    slot_values: Tensor,
+    block: Tensor,
+) -> Tensor:
+    """Attention of each round's query rows over its context rows and itself, one softmax over both.
+
+    Query head h reads KV head ⌊h / (heads / groups)⌋ (grouped queries, arXiv 2305.13245). D is `width` with zeros up to
+    a multiple of 16 (`kernels.align`).
 
     Args:
-        q: [B, N, heads, width]. keys, values: [B, n, groups, width]. visible: [B, N, n] bool, one at least in each row.
+        q: [B, N, heads, width].
+        keys, values: B context banks [W, groups, D]. seen: [B, N, W] bool, which rows a query row sees.
+        slot_keys, slot_values: [B, N, groups, D]. block: [N, N] bool, which query rows see each other.
 
     Returns:
         [B, N, heads, width].
     """
     rounds, rows, heads, width = q.shape
-    groups = keys.shape[2]
-    shape = (rounds, groups, rows, heads // groups)
-    left = align(q).view(rounds, rows, groups, heads // groups, -1).transpose(1, 2)
-    left = left.reshape(rounds * groups, rows * (heads // groups), -1)
-    keys, values = (align(align(bank), 1).transpose(1, 2).flatten(0, 1) for bank in (keys, values))
-    scores = paired_products(left, keys.transpose(1, 2)) * width**-0.5
-    scores = scores.view(*shape, -1).masked_fill(~align(visible)[:, None, :, None], float("-inf"))
-    exponent = torch.exp(scores - scores.amax(-1, keepdim=True).detach())
-    attended = exponent / fold(exponent, keepdim=True)
-    out = paired_products(attended.flatten(2, 3).flatten(0, 1), values)[..., :width]
-    return out.reshape(*shape, width).transpose(1, 2).reshape(q.shape)
+    groups = slot_keys.shape[2]
+    q = align(q * width**-0.5).view(rounds, rows, groups, heads // groups, -1).transpose(1, 2)
+    left = q.reshape(rounds * groups, rows * (heads // groups), -1).unbind()
+    slots = [align(bank, 1).transpose(1, 2).flatten(0, 1).unbind() for bank in (slot_keys, slot_values)]
+
+    # 1. scores of [round, group, row, head of the group] by context row, and by query row
+    shape = (rounds, groups, rows, heads // groups, -1)
+    far = paired_products(left, [bank[:, group].T for bank in keys for group in range(groups)]).view(shape)
+    near = paired_products(left, [bank.T for bank in slots[0]]).view(shape)
+    hidden = int((~seen).flatten(0, 1).any(0).sum())  # what some row does not see is at the front
+    far[..., :hidden].masked_fill_(~seen[:, None, :, None, :hidden], float("-inf"))
+    near.masked_fill_(~align(block)[:, None], float("-inf"))
+
+    # 2. one softmax over both
+    top = torch.maximum(far.detach().amax(-1, keepdim=True), near.detach().amax(-1, keepdim=True))
+    far, near = far.sub_(top).exp_(), near.sub_(top).exp_()
+    mass = fold(far, keepdim=True) + fold(near, keepdim=True)
+
+    # 3. values
+    far, near = (part.flatten(2, 3).flatten(0, 1) for part in (far, near))
+    out = paired_products(far.unbind(), [bank[:, group] for bank in values for group in range(groups)])
+    out = (out + paired_products(near.unbind(), slots[1])).view(shape) / mass
+    return out[..., :width].transpose(1, 2).reshape(rounds, rows, heads, width)
