@@ -90,12 +90,13 @@ def run_pip(python, options, log, total, say):
             lines.append(line)
             found = _NAME.match(line)
             if found:
-                seen.add(found.group(1).lower())
-                say(f"{min(len(seen), total)} of {total} {found.group(1)[:40]}")
+                name = re.split(r"-\d", found.group(1))[0]  # a file's name goes on with its version
+                seen.add(name.lower())
+                say(f"{min(len(seen), total)} of {total} {name}")
             elif "Downloading" in line and "MB" in line:
                 say(" ".join(line.split())[:100])
             elif line.startswith("Installing collected"):
-                say(f"unpacking {total} packages, a minute or so")
+                say("unpacking: a minute or two" if total > 1 else "the workbench itself")
     if child.returncode:
         say("")
         for line in complaint(lines):
@@ -140,8 +141,8 @@ def main(arguments):
     python, say = os.path.join(venv, "bin", "python"), progress(sys.stderr)
     with open(os.path.join(venv, "install.log"), "w", encoding="utf-8") as log:
         steps = ([*options, *given, "-r", lock], ["--no-deps", "--no-build-isolation", "-e", here])
-        for step in steps:
-            if run_pip(python, step, log, total, say):
+        for step, count in zip(steps, (total, 1), strict=True):
+            if run_pip(python, step, log, count, say):
                 return 4
     say("")
     print(f"installed into {venv}")

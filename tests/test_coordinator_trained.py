@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from coordinator_case import PROFILE
 from data_case import write_dataset, write_trajectory
@@ -22,9 +24,10 @@ from d2lib.data.assembly import K2_NAMES, SCORED, Assembly
 from d2lib.drafter.lora import initialization_sha256, initialize_adapter
 from d2lib.drafter.weights import save_weights
 from d2lib.errors import Refused
-from d2lib.files import write_json
+from d2lib.files import read_json, write_json
 from d2lib.train import checkpoint
 from d2lib.train.full import Admitted, full_training
+from d2lib.train.loop import arithmetic
 from d2lib.train.recipe import to_qualify
 
 RECIPE = to_qualify("KL", 1e-3)
@@ -52,13 +55,35 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = folder / "runs" / "pilot-1-full"
     path = root / "admission" / "attempt-1" / "admitted.json"
     path.parent.mkdir(parents=True)
+    computed = arithmetic("fp32", "cpu", torch.get_num_threads())
     value = {"admitted": True, "recipe": RECIPE.model_dump(mode="json"), "identities": identities}
+    value |= {"arithmetic": computed}
     write_json(path, value)
     make_receipt(root, "admission", 1, outputs={"admission": "admission/attempt-1/admitted.json"}, result={"held": 1})
     full_training(Assembly(data), Admitted(path), root, resume=False, save_every=300.0)
     outputs = {"adapter": "full-fast.pt"}
     make_receipt(root, "train", 1, job="full-fast", outputs=outputs, result={"updates": UPDATES})
     return folder
+
+
+@pytest.mark.parametrize("name", ["precision", "device", "torch", "threads"])
+def test_full_training_refuses_another_arithmetic_than_its_pilots(trained: Path, tmp_path: Path, name: str) -> None:
+    """Nothing is trained; without a record, as in older receipts, there is nothing to compare."""
+    here = arithmetic("fp32", "cpu", torch.get_num_threads())
+    other = here | {name: {"precision": "bf16", "device": "cuda", "torch": "2.0.0+cpu", "threads": 64}[name]}
+    value = read_json(trained / "runs" / "pilot-1-full" / "admission" / "attempt-1" / "admitted.json")
+    write_json(tmp_path / "admitted.json", value | {"arithmetic": other})
+    with pytest.raises(Refused, match=f"another {name} than its pilot; expected: {re.escape(str(other[name]))}"):
+        full_training(
+            Assembly(trained / "assembly"),
+            Admitted(tmp_path / "admitted.json"),
+            tmp_path,
+            resume=False,
+            save_every=300.0,
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["admitted.json"]
+    write_json(tmp_path / "older.json", {key: value[key] for key in value if key != "arithmetic"})
+    Admitted(tmp_path / "older.json").check_arithmetic("bf16", "cpu", 64)
 
 
 def plan_in(folder: Path, **profile: Any) -> Plan:

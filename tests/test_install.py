@@ -140,8 +140,8 @@ def test_every_package_that_pip_comes_to_is_shown(
         status = install.run_pip(str(python), ["-r", "lock"], log, 142, said.append)
     assert status == int(fails)
     shown = [text for text in said if text]
-    assert [text.split(" ")[0] for text in shown] == ["1", "Downloading", "2", "unpacking"]
-    assert shown[0] == "1 of 142 six"
+    assert [text.split(" ")[0] for text in shown] == ["1", "Downloading", "2", "unpacking:"]
+    assert [shown[0], shown[2]] == ["1 of 142 six", "2 of 142 soupsieve"]
     err = capfd.readouterr().err
     assert err == (f"ERROR: no room\npip failed; its whole text: {tmp_path / 'log'}\n" if fails else "")
     assert "Collecting six" in (tmp_path / "log").read_text()
