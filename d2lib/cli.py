@@ -111,7 +111,7 @@ def _site(options: argparse.Namespace) -> ExitStatus:
 def _weights_inspect(options: argparse.Namespace) -> ExitStatus:
     from d2lib.drafter.weights_card import inspect_weights, render_card
 
-    card = inspect_weights(options.path, form=options.form, config=options.config)
+    card = inspect_weights(options.path, form=options.form, config=options.config, target=options.target)
     print(json.dumps(card.as_dict(), indent=1) if options.json else render_card(card))
     return ExitStatus.DONE if card.holds else ExitStatus.REFUSED
 
@@ -217,13 +217,14 @@ def parser() -> argparse.ArgumentParser:
 
     weights = commands.add_parser("weights", help="look at a drafter's weights")
     parts = weights.add_subparsers(metavar="ACTION", required=True)
-    text = "print the data card of a release's drafter or of one safetensors file of ours; reads headers only"
+    text = "print the data card of a released drafter or of one safetensors file of ours; reads headers only"
     inspect = add("inspect", _weights_inspect, text, parts)
-    inspect.add_argument("path", type=Path, help="a folder with model.safetensors.index.json, or a .safetensors file")
+    inspect.add_argument("path", type=Path, help="a folder with config.json and weights, or a .safetensors file")
     inspect.add_argument("--form", choices=["deepseek_v41", "deepseek_v4"], help="default: config.json's model_type")
     inspect.add_argument(
         "--config", type=Path, help="config.json or drafter.json (default: the one beside the weights)"
     )
+    inspect.add_argument("--target", type=Path, help="the target's folder, to compare a dense drafter with")
     inspect.add_argument("--json", action="store_true", help="print data instead of text")
 
     adapter = commands.add_parser("adapter", help="take a run's judged adapter to other stacks")

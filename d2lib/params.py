@@ -8,13 +8,15 @@ pilot and from nowhere else.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from d2lib.files import Record
 
 Split = Literal["dev", "heldout_legal", "heldout_general"]
+RESCORED_ROUNDS = 459
+"""ceil(ln 0.01 / ln 0.99): so many drawn rounds hold an invented score with 99% when 1% of all rounds have one."""
 
 
 class PhaseParams(Record):
@@ -57,6 +59,8 @@ class G1Params(AssemblyParams):
     """g1: integrity of every split, exact replay of dev, K2 coverage, parity with the live drafts."""
 
     threads: int = Field(default=2, ge=1)
+    device: str = "cpu"
+    """What drafts again; the replay is the CPU's, whose bits are stored."""
 
 
 class PilotParams(AssemblyParams):
@@ -71,6 +75,9 @@ class PilotParams(AssemblyParams):
     presented_blocks: int = Field(default=20_352, ge=1)
     sample_size: int = Field(default=1000, ge=1)
     threads: int = Field(default=2, ge=1)
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the FAST arm's large products. Full training has to have the pilot's precision, device, torch and threads."""
+    device: str = "cpu"
 
 
 class CostSheetParams(PhaseParams):
@@ -83,6 +90,25 @@ class CostSheetParams(PhaseParams):
     """The assembly whose counts are used."""
 
 
+class PilotDemands(Record):
+    """What a profile asks of its pilot. Admission compares the pilot with this, not with what the pilot says of itself.
+
+    sequences: split → its requests, all four splits.
+    """
+
+    presented_blocks: int = Field(ge=1)
+    """Each arm presents so many, rounded up to whole updates."""
+    sample_size: int = Field(ge=1)
+    """Rounds of each sampled split."""
+    sequences: dict[Literal["train", Split], int]
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if set(self.sequences) != {"train", *get_args(Split)}:
+            raise ValueError(f"sequences must name train, {', '.join(get_args(Split))}")
+        return self
+
+
 class AdmissionParams(AssemblyParams):
     """admission: every check again, on the CPU, before anything long starts."""
 
@@ -90,6 +116,17 @@ class AdmissionParams(AssemblyParams):
     pilot: str = "pilot"
     pilot_source: str | None = None
     """The pilot's own source tree; by default PILOT/repo."""
+    demands: PilotDemands
+    """What the profile asked of the pilot, which the pilot is compared with."""
+    rescored_rounds: int = Field(default=RESCORED_ROUNDS, ge=1)
+    """Rounds of the frozen sample that are drawn and scored again. The default finds a score that was invented in 1% of
+    the rounds with 99%; where a drafter is too large for that, the receipt says what fewer find."""
+    parity_rounds: int = Field(default=100, ge=1)
+    """Rounds of each live trajectory that are drawn and drafted again."""
+    replayed_sequences: int = Field(default=3, ge=0)
+    """Sequences of dev that are drawn and go through the target again; 0 where the target cannot run here."""
+    pins: str | None = None
+    """YAML of what is known of the inputs from outside of them (see d2lib.train.pins)."""
     policy: str | None = None
     """YAML that says whose signatures the receipts of capture, g1 and pilot need; without it none."""
 
@@ -110,15 +147,12 @@ class StageParams(PhaseParams):
     k2_dev: str
     k2_legal: str
     k2_general: str
-    profile: str
-    """The coordinator's profile, a path inside the source."""
 
 
 class TrainParams(AssemblyParams):
     """train: the full run that the admitted pilot qualified."""
 
     once = True
-    admission: str = "admission/admitted.json"
     output: str = "full"
     resume: bool = False
     save_every: float = Field(default=300.0, gt=0)
@@ -126,6 +160,10 @@ class TrainParams(AssemblyParams):
     threads: int = Field(default=2, ge=1)
     precision: Literal["fp32", "bf16"] = "fp32"
     device: str = "cpu"
+    pins: str | None = None
+    """YAML of what is known of the run from outside of its inputs (see d2lib.train.pins)."""
+    policy: str | None = None
+    """YAML that says whose signatures the admission needs; without it none."""
 
 
 class G2Params(AssemblyParams):
@@ -133,18 +171,20 @@ class G2Params(AssemblyParams):
 
     once = True
     split: Split
-    admission: str = "admission/admitted.json"
     output: str = "full"
     threads: int = Field(default=2, ge=1)
     device: str = "cpu"
+    policy: str | None = None
+    """YAML that says whose signatures admission and training need; without it none."""
 
 
 class FinishParams(PhaseParams):
     """finish: bind the three parts and give the verdict."""
 
     once = True
-    admission: str = "admission/admitted.json"
     output: str = "full"
+    policy: str | None = None
+    """YAML that says whose signatures admission, training and the three parts need; without it none."""
 
 
 class BenchmarkParams(PhaseParams):
@@ -178,7 +218,6 @@ class LiveParams(PhaseParams):
     rows: int | None = Field(default=None, ge=1)
     """Rows of a decoded sequence, context included; by default as many as the captured one has."""
     assembly: str = "assembly"
-    admission: str = "admission/admitted.json"
     output: str = "full"
     threads: int = Field(default=2, ge=1)
 

@@ -6,20 +6,23 @@ A test spoils one thing, binds the rest again, and sees which check says no.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
-from fnmatch import fnmatchcase
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from data_case import write_dataset
-from tiny import tiny_adapter, tiny_config, tiny_weights
+from safetensors.torch import load_file, save
+from tiny import tiny_config, tiny_weights
 
 from d2lib.admission.admit import Admission, run_admission
-from d2lib.admission.case import AdmissionInputs
+from d2lib.admission.case import AdmissionInputs, ArmName
 from d2lib.admission.recompute import recompute_verdict
 from d2lib.admission.records import SCORED
-from d2lib.admission.source import NUMERICAL_FILES, SOURCE_MAP, snapshot_source
+from d2lib.admission.source import SOURCE_MAP, numerical_files, snapshot_source
+from d2lib.data.assembly import Assembly
 from d2lib.data.blocks import D2Blocks
 from d2lib.data.integrity import coverage_rows, integrity_rows
 from d2lib.data.k2 import K2File, K2Header, K2Round, leading_matches, write_k2
@@ -27,18 +30,31 @@ from d2lib.data.manifest import FileEntry, Manifest
 from d2lib.data.sample import SAMPLED, frozen_sample
 from d2lib.data.sidecar import Sidecar
 from d2lib.drafter.family import reference_drafter
-from d2lib.drafter.lora import initialization_sha256, initialize_adapter, save_adapter
+from d2lib.drafter.lora import initialization_sha256, initialize_adapter, load_adapter, save_adapter
 from d2lib.drafter.reference import Reference
 from d2lib.drafter.weights import save_weights
 from d2lib.files import canonical_json, digest_tree, record_file, record_tree, sha256_file
 from d2lib.gates.pilot import PilotScores, judge_pilot
-from d2lib.train.recipe import RECIPES
+from d2lib.gates.scoring import Scorer
+from d2lib.params import PilotDemands
+from d2lib.train import checkpoint
+from d2lib.train.loop import train
+from d2lib.train.recipe import to_qualify
 
 CONFIG = tiny_config(block_size=5)
 WEIGHTS = tiny_weights(CONFIG)
 LENGTHS = {"train": [30, 26], "dev": [38, 33], "heldout_legal": [36, 40], "heldout_general": [30, 31]}
 PILOT = "tiny-p1"
 SAMPLE_SIZE = 16
+RECIPE = to_qualify("ACE", 0.05)
+"""At a rate at which three updates change what is drafted."""
+UPDATES = 3
+DEMANDS = PilotDemands(
+    presented_blocks=UPDATES * RECIPE.batch,
+    sample_size=SAMPLE_SIZE,
+    sequences={split: len(rows) for split, rows in LENGTHS.items()},
+)
+ARMS: tuple[ArmName, ...] = ("fast", "ref")
 Change = Callable[[dict[str, Any]], Any]
 
 
@@ -55,9 +71,9 @@ def read(path: Path) -> Any:
 def small_library(folder: Path) -> Path:
     """A copy of the running d2lib with the files that a verdict hangs on and one other, so that a test is quick."""
     snapshot_source(folder)
+    kept = numerical_files(folder / "d2lib") | {"plots.py"}
     for path in sorted((folder / "d2lib").rglob("*.*")):
-        name = path.relative_to(folder / "d2lib").as_posix()
-        if name != "plots.py" and not any(fnmatchcase(name, pattern) for pattern in NUMERICAL_FILES):
+        if path.relative_to(folder / "d2lib").as_posix() not in kept:
             path.unlink()
     return folder / "d2lib"
 
@@ -71,7 +87,10 @@ class AdmittedCase:
 
     @property
     def inputs(self) -> AdmissionInputs:
-        return AdmissionInputs(self.assembly, self.g1, self.pilot, parity_rounds=0)
+        """Nothing is computed again: the tests that are about that ask for it."""
+        return AdmissionInputs(
+            self.assembly, self.g1, self.pilot, DEMANDS, parity_rounds=0, replayed_sequences=0, rescored_rounds=0
+        )
 
     def k2(self, split: str) -> Path:
         return self.assembly / f"k2/{split}.k2_drafts.jsonl"
@@ -93,37 +112,84 @@ class AdmittedCase:
         rewrite(self.assembly / "drafter.json", CONFIG.model_dump(mode="json"))
         rewrite(
             self.assembly / "provenance.json",
-            {"synthetic": False, "namespace": manifest.namespace, "sources": [{"name": "rows", "status": "VALID"}]},
+            {"namespace": manifest.namespace, "sources": [{"name": "rows", "status": "VALID"}]},
         )
-        reference = reference_drafter(CONFIG, WEIGHTS)
+        blocks = D2Blocks(manifest, self.assembly, "train", CONFIG)
+        for arm in ARMS:
+            result = train(
+                blocks,
+                CONFIG,
+                WEIGHTS,
+                RECIPE,
+                self.pilot,
+                name=arm,
+                identity={},  # bound when everything is there
+                backend=arm,
+                limit_updates=UPDATES,
+                progress=False,
+            )
+            save_adapter(self.pilot / f"{arm}.safetensors", result.adapter, CONFIG)
+            shutil.rmtree(self.pilot / f"{arm}.checkpoints")
+        adapted = reference_drafter(CONFIG, WEIGHTS, load_adapter(self.pilot / "fast.safetensors", CONFIG))
+        for split in SAMPLED:
+            commit_drafts(adapted, manifest, self.assembly, split)
+        manifest = self.rebind_manifest()
+        native, live = str(sha256_file(self.assembly / "native.safetensors")), reference_drafter(CONFIG, WEIGHTS)
         (self.assembly / "k2").mkdir()
         for split in SCORED:
-            header = K2Header(namespace=manifest.namespace, split=split, block_size=5, live={"drafter": "native"})
-            write_k2(self.k2(split), header, live_run(reference, manifest, self.assembly, split))
+            header = K2Header(
+                namespace=manifest.namespace, split=split, block_size=5, live={"native": native, "target": target}
+            )
+            write_k2(self.k2(split), header, live_run(live, manifest, self.assembly, split))
         (self.root / "g1").mkdir()
         snapshot_source(self.pilot / "repo", {"d2lib": library})
-        for seed, arm in enumerate(("fast", "ref")):
-            save_adapter(self.pilot / f"{arm}.safetensors", tiny_adapter(CONFIG, RECIPES["ACE"].rank, seed), CONFIG)
         rows = integrity_rows(manifest, self.assembly, WEIGHTS["head.weight"])
         rows += coverage_rows(manifest, self.assembly, {split: self.k2(split) for split in SCORED})
         rewrite(self.root / "rows.json", [row.model_dump(mode="json") for row in rows])
+        rewrite(self.root / "scores.json", self._score(manifest))
         self.bind()
         return self
+
+    def rebind_manifest(self) -> Manifest:
+        """MANIFEST.json with the digests of the sidecars that are there."""
+        value = read(self.assembly / "MANIFEST.json")
+        for entry in value["sequences"]:
+            entry["file"] = FileEntry.of(self.assembly, entry["file"]["path"]).model_dump()
+        rewrite(self.assembly / "MANIFEST.json", value)
+        return self.manifest
+
+    def _score(self, manifest: Manifest) -> dict[str, Any]:
+        """Every complete round of the sampled splits, scored: split → request → anchor → arm → accepted."""
+        arms = {"baseline": reference_drafter(CONFIG, WEIGHTS)}
+        arms |= {
+            arm: reference_drafter(CONFIG, WEIGHTS, load_adapter(self.pilot / f"{arm}.safetensors", CONFIG))
+            for arm in ARMS
+        }
+        found: dict[str, Any] = {}
+        for split in SAMPLED:
+            blocks = D2Blocks(manifest, self.assembly, split, CONFIG)
+            population = K2File.load(self.k2(split), manifest).population(manifest, split)
+            for request, anchors in population.items():
+                probe = blocks.rounds_batch(request, anchors[:2])
+                scored = Scorer(arms, probe).rounds(blocks, request, anchors)
+                found.setdefault(split, {})[request] = {
+                    str(anchor): {arm: scored[arm].accepted[place] for arm in arms}
+                    for place, anchor in enumerate(anchors)
+                }
+        return found
 
     def bind(
         self,
         *,
         g1: Change = lambda value: None,
+        training: Change = lambda value: None,
         scores: Change = lambda value: None,
         receipt: Change = lambda value: None,
         sample_namespace: str = PILOT,
     ) -> AdmittedCase:
         """Write manifest, source map, G1 receipt, scores and pilot receipt again, each with the digests of what is
         there; the changes are applied before a file is written and hashed."""
-        value = read(self.assembly / "MANIFEST.json")
-        for entry in value["sequences"]:
-            entry["file"] = FileEntry.of(self.assembly, entry["file"]["path"]).model_dump()
-        rewrite(self.assembly / "MANIFEST.json", value)
+        self.rebind_manifest()
         repo = self.pilot / "repo"
         files = record_tree(repo, skip=lambda name: name == SOURCE_MAP)
         rewrite(repo / SOURCE_MAP, {name: {"size": f.size, "sha256": str(f.sha256)} for name, f in files.items()})
@@ -143,9 +209,13 @@ class AdmittedCase:
             for request, anchor in pairs:
                 rounds = drawn.setdefault(split, {}).setdefault(request, {"anchors": []})
                 rounds["anchors"].append(anchor)
-            for rounds in drawn[split].values():
-                count = len(rounds["anchors"])
-                rounds |= {"baseline": [1] * count, "fast": [2] * count, "ref": [2] * count}
+            for request, rounds in drawn[split].items():
+                known = read(self.root / "scores.json")[split].get(request, {})
+                for arm in (
+                    "baseline",
+                    *ARMS,
+                ):  # a round that no spoiled trajectory had was not scored; it gets any score
+                    rounds[arm] = [known.get(str(anchor), {}).get(arm, 1) for anchor in rounds["anchors"]]
         raw = {
             "schema_version": 1,
             "namespace": PILOT,
@@ -157,11 +227,10 @@ class AdmittedCase:
         scores(raw)
         rewrite(self.pilot / "scores.json", raw)
 
-        recipe = RECIPES["ACE"]
+        recipe = RECIPE
         verdict = judge_pilot(PilotScores.model_validate(raw))
         final = bound | {
             "schema_version": 1,
-            "synthetic": False,
             "namespace": PILOT,
             "verdict": verdict.verdict,
             "recipe": recipe.model_dump(mode="json"),
@@ -172,7 +241,7 @@ class AdmittedCase:
                 arm: {
                     "checkpoint": f"{arm}.safetensors",
                     "sha256": self.digest(f"pilot/{arm}.safetensors"),
-                    "updates": 159,
+                    "updates": UPDATES,
                     "seconds": 12.5,
                 }
                 for arm in ("fast", "ref")
@@ -183,6 +252,14 @@ class AdmittedCase:
         }
         receipt(final)
         rewrite(self.pilot / "receipt.json", final)
+        identities = Assembly(self.assembly).identities if (self.assembly / "drafter.json").exists() else {}
+        for arm in ARMS:
+            state = checkpoint.load(self.pilot / f"{arm}.pt")
+            identity = {**state.identity, **identities, "namespace": PILOT, "g1": self.digest("g1/g1.json")}
+            value = {"identity": identity, "arm": arm}
+            training(value)
+            (self.pilot / f"{arm}.pt").unlink()
+            checkpoint.save(self.pilot / f"{arm}.pt", replace(state, identity=value["identity"]))
         return self
 
     def digest(self, name: str) -> str:
@@ -207,7 +284,6 @@ class AdmittedCase:
             }
         return {
             "schema_version": 1,
-            "synthetic": False,
             "namespace": manifest.namespace,
             "rows": read(self.root / "rows.json"),
             "replay": {
@@ -222,6 +298,24 @@ class AdmittedCase:
                 {"name": name, "status": "VALID", "sha256": self.digest(f"assembly/{name}")} for name in sources
             ],
         }
+
+
+def commit_drafts(drafter: Reference, manifest: Manifest, folder: Path, split: Any) -> None:
+    """Make the committed tokens of a split what the drafter puts first after each of them, so that it gains there."""
+    blocks = D2Blocks(manifest, folder, split, CONFIG)
+    for entry in manifest.split(split):
+        path = folder / entry.file.path
+        tensors = load_file(path)
+        tokens = tensors["tokens"]
+        for anchor in range(entry.gen_start, entry.rows - 1):
+            batch = blocks.rounds_batch(entry.id, [anchor]).round(0)
+            previous = batch.previous.clone()
+            previous[0] = tokens[anchor]
+            with torch.no_grad():
+                logits = drafter.forward(replace(batch, anchor_token=tokens[anchor].long(), previous=previous)).logits
+            tokens[anchor + 1] = logits[0].argmax()
+        path.unlink()
+        path.write_bytes(save(tensors))
 
 
 def live_run(reference: Reference, manifest: Manifest, folder: Path, split: Any) -> list[K2Round]:

@@ -22,6 +22,7 @@ import yaml
 
 import d2lib
 from d2lib.coordinator.command import parser, plan_of
+from d2lib.coordinator.contract import PROFILE as COMMITTED
 from d2lib.coordinator.contract import Plan
 from d2lib.coordinator.profile import Profile
 
@@ -47,6 +48,13 @@ PROFILE: dict[str, Any] = {
     "watch_seconds": 0.2,
     "confirm_seconds": 30.0,
     "threads": 1,
+    "admission": {
+        "demands": {
+            "presented_blocks": 128,
+            "sample_size": 10,
+            "sequences": {"train": 2, "dev": 2, "heldout_legal": 2, "heldout_general": 2},
+        }
+    },
 }
 
 PAPERMILL = """
@@ -93,15 +101,17 @@ if phase == "stage" and status == "done":
 made = []
 inputs = []
 if status == "done":
-    for name, text in do.get("files", {}).items():
+    for label, text in do.get("files", {}).items():
+        name = label.replace("ATTEMPT", f"{attempt.name}/attempt-{attempt.number}")
+        label = "admission" if label == "ATTEMPT/admitted.json" else name
         path = attempt.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_exclusive(path, text.encode())
         record = record_file(path)
-        made.append(OutputRecord(label=name, path=name, size=record.size, sha256=str(record.sha256)))
+        made.append(OutputRecord(label=label, path=name, size=record.size, sha256=str(record.sha256)))
     if phase == "admission":
         inputs = [record_input(name, Path(values[name]), values[name]) for name in ("assembly", "pilot")]
-attempt.folder.mkdir(parents=True)
+attempt.folder.mkdir(parents=True, exist_ok=True)
 data = b"{}"
 digest = str(sha256_bytes(data))
 write_exclusive(attempt.file("receipt.ipynb"), data)
@@ -157,7 +167,11 @@ def make_source(folder: Path, profile: dict[str, Any], *, library: bool = True) 
     folder.mkdir(parents=True)
     git(folder, "init", "-q", "-b", "main", "--template=")
     if library:
-        for path in (*LIBRARY.glob("*.py"), *LIBRARY.glob("evidence/*.py"), *LIBRARY.glob("coordinator/*.py")):
+        for path in (
+            path
+            for kind in ("", "evidence/", "coordinator/", "admission/", "data/", "gates/", "train/")
+            for path in LIBRARY.glob(f"{kind}*.py")
+        ):
             place = folder / "d2lib" / path.relative_to(LIBRARY)
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, place)
@@ -171,8 +185,8 @@ def make_source(folder: Path, profile: dict[str, Any], *, library: bool = True) 
     (folder / "notebooks").mkdir()
     for name in ("admission", "stage", "train", "g2", "finish"):
         (folder / "notebooks" / f"{name}.ipynb").write_text("{}")
-    (folder / "params" / "drill").mkdir(parents=True)
-    (folder / "params" / "drill" / "coordinator.yaml").write_text(yaml.safe_dump(profile))
+    (folder / COMMITTED).parent.mkdir(parents=True)
+    (folder / COMMITTED).write_text(yaml.safe_dump(profile))
     run = folder / "run.sh"
     run.write_text("#!/bin/sh\n")
     run.chmod(0o755)
@@ -224,16 +238,16 @@ class Case:
 
     @property
     def profile(self) -> Path:
-        return self.source / "params" / "drill" / "coordinator.yaml"
+        return self.source / COMMITTED
 
     def flags(self, *more: str) -> list[str]:
         """The command line."""
         places = {"source": self.source, "snapshot": self.snapshot, "output": self.output, **self.inputs}
         named = [part for name, path in places.items() for part in (f"--{name.replace('_', '-')}", str(path))]
-        return [*named, "--commit", self.commit, "--profile", str(self.profile), *more]
+        return [*named, "--commit", self.commit, *more]
 
     def plan(self) -> Plan:
-        return plan_of(parser().parse_args(self.flags()))
+        return plan_of(parser().parse_args(self.flags("--check-inputs")))
 
     def control(self, step: str, **what: Any) -> None:
         """What the stand-in of PHASE-JOB does at its next run."""
@@ -251,7 +265,7 @@ def make_case(folder: Path, profile: dict[str, Any] | None = None, *, library: b
     source = folder / "source"
     case = Case(folder, source, make_source(source, values, library=library), make_inputs(folder / "inputs"))
     (folder / "snapshots").mkdir()
-    case.control("admission", files={"admission/admitted.json": '{"recipe":{"objective":"ACE"}}\n'})
+    case.control("admission", files={"ATTEMPT/admitted.json": '{"identities":{},"recipe":{"objective":"ACE"}}\n'})
     updates = {"updates": 3, "total_updates": 3}
     case.control("train-full-fast", files={"full-fast.pt": "weights"}, result=updates)
     for job, split in (("dev", "dev"), ("legal", "heldout_legal"), ("general", "heldout_general")):

@@ -83,6 +83,7 @@ class Campaign:
         self.lines = read_ledger(run)
         self.seconds: dict[str, float] = {}
         self.logs: dict[tuple[str, str], list[str]] = {}
+        self.known: list[LedgerLine] = []
         self.number = 0
 
     # ------------------------------------------------------------------------------------------- one case
@@ -111,13 +112,14 @@ class Campaign:
                 raise SystemExit(f"{step.name} undisturbed: exit statuses {found.runs}, {found.wrong}; see {case}")
             shutil.rmtree(case)
 
-    def fault(self, step: Step, role: str, number: int, kind: str) -> Case:
-        """A fault at an operation of a step (from 1)."""
-        self.record(step)
-        operation = self.logs[step.name, role][number - 1].replace(f"{self.work}/", "")
-        found = Case(step, f"{kind} at {role} operation {number}: {operation}")
+    def fault(self, step: Step, role: str, number: int, kind: str, place: str = "") -> Case:
+        """A fault at an operation of a step: the n-th (from 1), or the first at a place (see faults.py)."""
+        if not place:
+            self.record(step)
+        operation = place or self.logs[step.name, role][number - 1].replace(f"{self.work}/", "")
+        found = Case(step, f"{kind} at {role} operation {number or ''}: {operation}")
         case = self.stage(step)
-        plan = faults.write_plan(case / "plan", case / "runs", role=role, number=number, kind=kind)
+        plan = faults.write_plan(case / "plan", case / "runs", role=role, number=number, place=place, kind=kind)
         self.play(case, found, plan)
         found.disturbed = faults.fired(plan)
         return self.close(case, found)
@@ -149,7 +151,7 @@ class Campaign:
     ) -> None:
         """Run the step, disturbed, then again until it is done; then verify and compare."""
         root, step = case / "runs" / self.run.name, found.step
-        began = time.monotonic()
+        self.known, began = read_ledger(root), time.monotonic()
         process = self.start(case, step, plan)
         while (
             who in ("kernel", "both") and process.poll() is None and not list((case / "t").glob("d2-kernel-*/kernel*"))
@@ -158,11 +160,11 @@ class Campaign:
         if who:
             time.sleep(after)
             signal_to(process, who, sign)
-        self.end(case, found, process, root, first=True)
+        self.end(found, process, root)
         found.seconds = time.monotonic() - began
         final = final_files(root)
         while not (done := is_done(root, step)) and len(found.runs) <= TRIES:
-            self.end(case, found, self.start(case, step, plan), root)
+            self.end(found, self.start(case, step, plan), root)
         if not done:
             found.wrong["dead end"] = f"exit statuses {found.runs}"
         elif len(found.runs) == 1 and found.disturbed:  # done all the same: what was left is for `repair`
@@ -203,11 +205,9 @@ class Campaign:
         command = [sys.executable, "-m", "d2lib.cli", *arguments]
         return subprocess.run(command, cwd=case, env=environment(case, None), capture_output=True, text=True)
 
-    def end(self, case: Path, found: Case, process: subprocess.Popen[str], root: Path, *, first: bool = False) -> None:
+    def end(self, found: Case, process: subprocess.Popen[str], root: Path) -> None:
         """Wait for a run's end, note its exit status, and compare it with what the evidence says."""
-        before = set() if first else {line.seq for line in self.known}
-        if first:
-            before = {line.seq for line in self.lines if (root / line.name).exists()}
+        before = {line.seq for line in self.known}
         try:
             said = process.communicate(timeout=TIMEOUT)[1]
         except subprocess.TimeoutExpired:

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from d2lib.drafter.dense.checkpoint import write_dense
 from d2lib.drafter.dense.config import DenseConfig, Rope, shapes
+from d2lib.drafter.dense.source import Store
+from d2lib.files import read_json
 
 VOCAB, DIM, DEPTH = 37, 8, 6
 
@@ -70,3 +73,28 @@ def write_target(
     }
     save_file({name: tensor.to(dtype).clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
+
+
+def stored(tmp_path: Path, store: Store = "deepspec", **changes: Any) -> tuple[DenseConfig, dict[str, Tensor]]:
+    """A drafter in `draft` with its target in `target`."""
+    config = dense_config(**changes)
+    weights = dense_weights(config)
+    write_target(tmp_path / "target", weights)
+    write_dense(tmp_path / "draft", config, weights, store=store, dtype="float32")
+    return config, weights
+
+
+def edit(folder: Path, change: Any) -> None:
+    """Put another config.json in place of a folder's."""
+    fields = read_json(folder / "config.json")
+    change(fields)
+    (folder / "config.json").chmod(0o644)
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
+def rename(folder: Path, change: Any) -> None:
+    """Put other tensors in place of a folder's: `change` takes them by name and returns what to store."""
+    path = folder / "model.safetensors"
+    tensors = change(load_file(path))
+    path.unlink()
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, path)

@@ -29,15 +29,16 @@ KINDS: dict[str, tuple[str, ...]] = {
 engine; `kill`: SIGKILL to the process itself, or to engine and kernel both."""
 
 
-def write_plan(folder: Path, root: Path, *, role: str = "", number: int = 0, kind: str = "") -> Path:
+def write_plan(folder: Path, root: Path, *, role: str = "", number: int = 0, place: str = "", kind: str = "") -> Path:
     """Put a sitecustomize and its plan into a new folder, to be first on PYTHONPATH; without a kind it only records.
 
     Args:
         root: the folder whose files count.
         role, number: which call, from 1. Calls are logged to FOLDER/engine.log and FOLDER/kernel.log.
+        place: instead of a number, the end of `OPERATION PATH`.
     """
     folder.mkdir(parents=True)
-    plan = {"root": os.path.realpath(root), "role": role, "number": number, "kind": kind}
+    plan = {"root": os.path.realpath(root), "role": role, "number": number, "place": place, "kind": kind}
     (folder / "plan.json").write_text(json.dumps(plan))
     (folder / "sitecustomize.py").write_text(
         f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
@@ -137,8 +138,10 @@ class _Faults:
         if os.getpid() != self.pid or not self.counts(path):
             return None
         self.count += 1
-        self.write(self.log, f"{operation} {os.path.abspath(path)}\n".encode())
-        if (self.role, self.count) != (self.plan["role"], self.plan["number"]) or not self.plan["kind"]:
+        line, place = f"{operation} {os.path.abspath(path)}", self.plan["place"]
+        self.write(self.log, f"{line}\n".encode())
+        here = line.startswith(place.split(" ")[0]) and line.endswith(place.split(" ")[-1]) if place else None
+        if self.role != self.plan["role"] or not (self.count == self.plan["number"] if here is None else here):
             return None
         try:
             os.close(os.open(self.folder / "fired", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))

@@ -3,31 +3,50 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from admission_case import CONFIG, PILOT, AdmittedCase, read, remembered, rewrite, small_library
+from admission_case import (
+    CONFIG,
+    DEMANDS,
+    PILOT,
+    RECIPE,
+    UPDATES,
+    AdmittedCase,
+    read,
+    remembered,
+    rewrite,
+    small_library,
+)
 from safetensors.torch import load_file, save
 from tiny import tiny_adapter
 
-from d2lib.admission import checks, source
+from d2lib.admission import pilot_checks, source
 from d2lib.admission.admit import Admission, run_admission
+from d2lib.admission.again import may_accept
 from d2lib.admission.case import AdmissionInputs
 from d2lib.admission.checks import CHECKS
+from d2lib.admission.drawn import detection
 from d2lib.admission.records import SCORED
 from d2lib.data.assembly import Assembly
 from d2lib.data.blocks import D2Blocks
+from d2lib.data.check import CheckRow
 from d2lib.data.k2 import K2Round
+from d2lib.data.manifest import Manifest
 from d2lib.drafter.lora import save_adapter
 from d2lib.errors import ExitStatus, Refused
 from d2lib.files import canonical_json, sha256_file, write_json
+from d2lib.params import RESCORED_ROUNDS
+from d2lib.train import checkpoint
 from d2lib.train.full import Admitted
-from d2lib.train.recipe import RECIPES, Recipe
+from d2lib.train.recipe import Recipe
 
 NAMES = [check.name for check in CHECKS]
 DIGEST = "sha256:" + "0" * 64
@@ -56,6 +75,11 @@ def failing(found: Admission) -> dict[str, str]:
     return {row.name: row.found for row in found.rows if not row.holds}
 
 
+def exact_replay(folder: Path, manifest: Manifest, names: Sequence[str]) -> list[CheckRow]:
+    """Stands for a target whose rows are these: random rows have none."""
+    return [CheckRow(name="replay", expected="the bits", found="equal", where=str(folder), holds=True)]
+
+
 def consequences(found: dict[str, str], *own: str) -> set[str]:
     """Checks beside `own` that do not hold; each of them only because it cannot be made."""
     others = set(found) - set(own)
@@ -65,11 +89,12 @@ def consequences(found: dict[str, str], *own: str) -> set[str]:
 
 
 def test_the_good_case_is_admitted(built: AdmittedCase) -> None:
-    found = run_admission(AdmissionInputs(built.assembly, built.g1, built.pilot))  # with the real child
+    everything = AdmissionInputs(built.assembly, built.g1, built.pilot, DEMANDS)
+    found = run_admission(everything, replay=exact_replay)  # with the real child
     assert failing(found) == {}
     assert found.admitted
     assert found.exit_status is ExitStatus.DONE
-    assert found.recipe == RECIPES["ACE"]
+    assert found.recipe == RECIPE
     assert isinstance(found.require(), Recipe)
     assert found.identities["namespace"] == PILOT
     assert found.identities["pilot"] == built.digest("pilot/receipt.json")
@@ -204,7 +229,7 @@ def not_a_number(case: AdmittedCase) -> None:
 
 def other_rank(case: AdmittedCase) -> None:
     (case.pilot / "fast.safetensors").unlink()
-    save_adapter(case.pilot / "fast.safetensors", tiny_adapter(CONFIG, rank=RECIPES["ACE"].rank + 1), CONFIG)
+    save_adapter(case.pilot / "fast.safetensors", tiny_adapter(CONFIG, rank=RECIPE.rank + 1), CONFIG)
     case.bind()
 
 
@@ -226,10 +251,69 @@ def one_numerical_file_more(case: AdmittedCase) -> None:
     case.bind()
 
 
-def another_round(value: dict[str, Any]) -> None:
-    """One scored round is not of the sample: an anchor that is not even on the live trajectory's complete part."""
-    rounds = next(iter(value["splits"]["dev"].values()))
-    rounds["anchors"][-1] += 1
+def other_live(name: str) -> Callable[[AdmittedCase], Any]:
+    """The live run's own header names other bytes than those that are here; G1 and the receipts are bound to it."""
+
+    def change(lines: list[str]) -> None:
+        header = json.loads(lines[0])
+        header["live"][name] = DIGEST
+        lines[0] = json.dumps(header)
+
+    return k2_lines("dev", change)
+
+
+def training(arm: str, **fields: Any) -> Callable[[AdmittedCase], Any]:
+    """An arm's checkpoint is bound to something else."""
+    return lambda case: case.bind(training=lambda v: v["identity"].update(fields if v["arm"] == arm else {}))
+
+
+def trained_less(complete: bool) -> Callable[[AdmittedCase], Any]:
+    """The REF arm's checkpoint is of an update less: that of a run that was stopped, or was asked for less."""
+
+    def spoil(case: AdmittedCase) -> None:
+        path, done = case.pilot / "ref.pt", UPDATES - 1
+        state = checkpoint.load(path)
+        metrics = {name: column[:done] for name, column in state.metrics.items()}
+        position = state.position.model_copy(
+            update={
+                "update": done,
+                "total": done if complete else UPDATES,
+                "presented": int(metrics["blocks"].sum()),
+                "lr": float(metrics["lr"][-1]),
+            }
+        )
+        identity = {**state.identity, "total": position.total}
+        path.unlink()
+        checkpoint.save(path, replace(state, position=position, metrics=metrics, complete=complete, identity=identity))
+
+    return spoil
+
+
+def other_training(case: AdmittedCase) -> None:
+    """The checkpoint is whole and bound to everything, but the exported adapter is not its."""
+    path = case.pilot / "fast.pt"
+    state = checkpoint.load(path)
+    adapter = {name: tensor.clone() for name, tensor in state.adapter.items()}
+    next(iter(adapter.values())).view(-1)[0] += 1e-6
+    path.unlink()
+    checkpoint.save(path, replace(state, adapter=adapter))
+
+
+def another_round(case: AdmittedCase) -> None:
+    """One scored round is not of the sample, though it is one of the trajectory's and its score is right."""
+    known = read(case.root / "scores.json")["dev"]
+
+    def change(value: dict[str, Any]) -> None:
+        for request, rounds in value["splits"]["dev"].items():
+            others = [anchor for anchor in known[request] if int(anchor) > rounds["anchors"][-1]]
+            if others:
+                rounds["anchors"][-1] = int(others[0])
+                for arm in ("baseline", "fast", "ref"):
+                    rounds[arm][-1] = known[request][others[0]][arm]
+                return
+        raise AssertionError("every later round was sampled")
+
+    case.bind(scores=change)
 
 
 def a_round_less(value: dict[str, Any]) -> None:
@@ -254,7 +338,6 @@ ALONE: list[tuple[str, str, Callable[[AdmittedCase], Any]]] = [
     ("K2 dev", "the block size differs", k2_lines("dev", shorter_blocks)),
     ("K2 heldout_legal", "the block size differs", k2_lines("heldout_legal", shorter_blocks)),
     ("K2 heldout_general", "ends at row", k2_lines("heldout_general", lambda lines: lines.pop())),
-    ("G1 receipt", "synthetic", g1(lambda v: v.update(synthetic=True))),
     ("G1 receipt", "the manifest differs", g1(lambda v: v.update(manifest_sha256=DIGEST))),
     ("G1 receipt", "K2 of heldout_general differs", g1(lambda v: v["k2"].pop("heldout_general"))),
     ("G1 receipt", "the namespace differs", g1(lambda v: v.update(namespace="other"))),
@@ -276,8 +359,7 @@ ALONE: list[tuple[str, str, Callable[[AdmittedCase], Any]]] = [
     ("parity", "K2 differs", g1(lambda v: v["parity"]["dev"].update(k2=DIGEST))),
     ("parity", "the native drafter differs", g1(lambda v: v["parity"]["dev"].update(native=DIGEST))),
     ("parity", "parity was not measured", g1(lambda v: v["parity"].pop("heldout_legal"))),
-    ("parity", "differs from the live one: [", other_drafts),
-    ("pilot receipt", "synthetic", receipt(lambda v: v.update(synthetic=True))),
+    ("parity", "the reference drafter differs from the live one", other_drafts),
     ("pilot receipt", "the verdict differs: FAIL", receipt(lambda v: v.update(verdict="FAIL"))),
     ("pilot receipt", "the verdict differs: INCONCLUSIVE", receipt(lambda v: v.update(verdict="INCONCLUSIVE"))),
     ("pilot receipt", "the manifest differs", receipt(lambda v: v.update(manifest_sha256=DIGEST))),
@@ -285,20 +367,12 @@ ALONE: list[tuple[str, str, Callable[[AdmittedCase], Any]]] = [
     ("pilot receipt", "K2 of dev differs", receipt(lambda v: v["k2"].update(dev=DIGEST))),
     ("pilot scores", "the namespace differs", scores(lambda v: v.update(namespace="other"))),
     ("pilot scores", "the block size differs", scores(lambda v: v.update(block_size=4))),
-    ("pilot checkpoints", "ref.safetensors differs", flip),
-    ("pilot checkpoints", "is not finite", not_a_number),
-    ("pilot checkpoints", "rank differs", other_rank),
     ("pilot checkpoints", "adapter of ref differs", scores(lambda v: v["adapters"].update(ref=DIGEST))),
-    (
-        "pilot checkpoints",
-        "a path leaves its folder",
-        receipt(lambda v: v["arms"]["fast"].update(checkpoint="../pilot/fast.safetensors")),
-    ),
     ("numerical files", "1 that are not; the first: d2lib/drafter/kernels.py", other_comment),
     ("numerical files", "1 that are not; the first: d2lib/drafter/deepseek/rotary.py", one_numerical_file_less),
     ("numerical files", "1 that are not; the first: d2lib/drafter/tricks.py", one_numerical_file_more),
     ("frozen sample", "the sample's namespace|the sample's seed", lambda case: case.bind(sample_namespace="other")),
-    ("frozen sample", "2 that are on one side only", scores(another_round)),
+    ("frozen sample", "2 that are on one side only", another_round),
     ("frozen sample", "1 that are on one side only", scores(a_round_less)),
     ("frozen sample", "the scored sample differs", scores(lambda v: v.update(sample_identity=DIGEST))),
     (
@@ -306,13 +380,37 @@ ALONE: list[tuple[str, str, Callable[[AdmittedCase], Any]]] = [
         "the sample's population_rounds differs",
         receipt(lambda v: v["sample"]["population_rounds"].update(dev=99)),
     ),
-    ("initialization", "the initialization differs", receipt(lambda v: v.update(initialization_sha256=DIGEST))),
+    (
+        "initialization",
+        "the initialization differs",
+        lambda case: case.bind(
+            receipt=lambda v: v.update(initialization_sha256=DIGEST),
+            training=lambda v: v["identity"].update(initialization=DIGEST),
+        ),
+    ),
+    ("live sources", "the live run of dev used another native drafter", other_live("native")),
+    ("live sources", "the live run of dev used another target", other_live("target")),
+    ("pilot extent", "the updates of fast differs", receipt(lambda v: v["arms"]["fast"].update(updates=1))),
+    ("pilot extent", "the updates of ref differs", receipt(lambda v: v["arms"]["ref"].update(updates=UPDATES + 1))),
+    ("pilot training", "namespace differs", training("ref", namespace="other")),
+    ("pilot training", "manifest differs", training("fast", manifest=DIGEST)),
+    ("pilot training", "native differs", training("ref", native=DIGEST)),
+    ("pilot training", "k2_dev differs", training("ref", k2_dev=DIGEST)),
+    ("pilot training", "g1 differs", training("fast", g1=DIGEST)),
+    ("pilot training", "backend differs", training("ref", backend="fast")),
+    ("pilot training", "run differs", training("fast", run="ref")),
+    ("pilot training", "initialization differs", training("ref", initialization=DIGEST)),
+    ("pilot training", "recipe.lr differs", training("fast", recipe=RECIPE.model_dump() | {"lr": 0.1})),
+    ("pilot training", "a checkpoint is missing", lambda case: (case.pilot / "ref.pt").unlink()),
+    ("pilot training", "the run is not complete: 2", trained_less(complete=False)),
+    ("pilot training", "total differs: 2", trained_less(complete=True)),
+    ("pilot training", "the adapter of fast is not the one that was trained", other_training),
 ]
 
 
 def test_every_check_has_its_negative_control() -> None:
     elsewhere = {"recipe", "pilot source", "verdict, original source", "verdict, today's source", "training blocks"}
-    elsewhere |= {"signatures"}
+    elsewhere |= {"signatures", "pins", "pilot scores, again"}
     assert {name for name, _, _ in ALONE} | elsewhere == set(NAMES)
 
 
@@ -331,7 +429,7 @@ def test_one_check_alone_says_no(
     assert found.identities == {}
     assert len(found.refusals) == 1
     assert "\n" not in found.refusals[0]
-    with pytest.raises(Refused, match="1 of 22 admission checks do not hold"):
+    with pytest.raises(Refused, match=f"1 of {len(NAMES)} admission checks do not hold"):
         found.require()
 
 
@@ -348,7 +446,242 @@ def test_a_policy_whose_signatures_are_missing_refuses(case: AdmittedCase, tmp_p
 
 
 def run_with_parity(case: AdmittedCase) -> Admission:
-    return run_admission(replace(case.inputs, parity_rounds=6), recompute=remembered)
+    return run_admission(replace(case.inputs, parity_rounds=1000), recompute=remembered)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (flip, "ref.safetensors differs"),
+        (not_a_number, "is not finite"),
+        (other_rank, "rank differs"),
+        (receipt(lambda v: v["arms"]["fast"].update(checkpoint="../pilot/fast.safetensors")), "leaves its folder"),
+    ],
+)
+def test_an_adapter_that_is_not_the_recorded_one(
+    case: AdmittedCase, spoil: Callable[[AdmittedCase], Any], text: str
+) -> None:
+    spoil(case)
+    refused = failing(case.run())
+    assert text in refused["pilot checkpoints"]
+    assert set(refused) == {"pilot checkpoints", "pilot training"}  # nor is it the one that was trained
+
+
+# --- what is computed again, on a part that is drawn when admission runs
+
+
+def test_the_seed_is_fresh_stands_in_the_receipt_and_draws_the_same_again(built: AdmittedCase) -> None:
+    one, other = built.run(), built.run()
+    assert one.seed != other.seed
+    assert one.as_dict()["seed"] == one.seed
+    assert len(one.seed) == 64
+    assert one.identities == other.identities  # what follows hangs on the inputs, not on the draw
+    inputs = replace(built.inputs, replayed_sequences=1)
+    asked: list[list[str]] = []
+
+    def note(folder: Path, manifest: Manifest, names: Sequence[str]) -> list[CheckRow]:
+        asked.append(list(names))
+        return []
+
+    for seed in ("1", "1", *map(str, range(2, 20))):
+        run_admission(inputs, recompute=remembered, replay=note, seed=seed)
+    assert asked[0] == asked[1]
+    assert {name for names in asked for name in names} == {"dev-00", "dev-01"}
+
+
+@pytest.mark.parametrize("arms", [("baseline",), ("fast", "ref")])
+def test_an_invented_score_is_found_by_scoring_again_alone(case: AdmittedCase, arms: tuple[str, ...]) -> None:
+    """One round of dev has another score, with everything bound to it; the verdict stays PASS."""
+
+    def invent(value: dict[str, Any]) -> None:
+        for found in value["splits"]["dev"].values():
+            for place in range(len(found["anchors"])):
+                if all(0 < found[arm][place] < 5 for arm in arms):
+                    for arm in arms:
+                        found[arm][place] += 1
+                    return
+        raise AssertionError("no such round")
+
+    case.bind(scores=invent)
+    assert failing(case.run()) == {}  # everything else agrees with it
+    found = run_admission(replace(case.inputs, rescored_rounds=459), recompute=remembered)
+    assert set(failing(found)) == {"pilot scores, again"}
+    assert found.rows[NAMES.index("pilot scores, again")].where.endswith(f", {arms[0]}")
+
+
+def test_the_receipt_says_how_surely_an_invented_score_is_found(built: AdmittedCase) -> None:
+    found = run_admission(replace(built.inputs, rescored_rounds=8), recompute=remembered)
+    (row,) = (row for row in found.rows if row.name == "pilot scores, again")
+    assert row.holds
+    assert row.found.startswith("8 drawn rounds of 32 scored again")
+    assert "1% of the rounds an invented score, this finds one with 25.0%" in row.found  # one of 32: 8/32
+
+
+def test_how_many_drawn_rounds_find_how_much() -> None:
+    """Against scipy's hypergeometric distribution, and the default against its definition."""
+    scipy_stats = pytest.importorskip("scipy.stats")
+    for population, drawn, share in ((2000, 459, 0.01), (600, 300, 0.01), (2000, 32, 0.1), (50, 7, 0.3), (10, 0, 0.1)):
+        bad = math.ceil(share * population)
+        expected = 1 - scipy_stats.hypergeom(population, bad, drawn).pmf(0)
+        assert detection(population, drawn, share) == pytest.approx(expected, abs=1e-9)
+    assert RESCORED_ROUNDS == 459
+    assert all(detection(population, min(population, 459)) >= 0.99 for population in (1, 40, 459, 600, 2000, 10**7))
+    assert 1 - 0.99**458 < 0.99 <= 1 - 0.99**459
+
+
+def test_a_near_tie_may_go_either_way_and_nothing_else() -> None:
+    class Fixed:
+        def __init__(self, logits: torch.Tensor) -> None:
+            self.logits = logits
+
+        def forward(self, round: Any) -> Any:
+            return self
+
+    class Round:
+        target = torch.tensor([0, 1, 2])
+
+    clear = torch.tensor([[9.0, 1, 1], [1, 9, 1], [9, 1, 1]])  # the committed token first, first, not
+    accepts = lambda logits: {n for n in range(4) if may_accept(Fixed(logits), Round(), n)}  # type: ignore[arg-type]  # noqa: E731
+    assert accepts(clear) == {2}
+    tie = clear.clone()
+    tie[1, 0] = 9.0
+    assert accepts(tie) == {1, 2}
+    tie[2, 2] = 9.0 - 1e-5
+    assert accepts(tie) == {1, 2, 3}
+    tie[0] = torch.tensor([1.0, 9, 1])
+    assert accepts(tie) == {0}
+
+
+def test_a_replay_that_differs_is_seen_though_g1_says_exact(case: AdmittedCase) -> None:
+    def differs(folder: Path, manifest: Manifest, names: Sequence[str]) -> list[CheckRow]:
+        return [CheckRow(name="replay of taps, dev", expected="the bits", found="row 3", where="x", holds=False)]
+
+    inputs = replace(case.inputs, replayed_sequences=2)
+    assert set(failing(run_admission(inputs, recompute=remembered, replay=differs))) == {"G1(b)"}
+    assert failing(run_admission(inputs, recompute=remembered, replay=exact_replay)) == {}
+    row = run_admission(inputs, recompute=remembered).rows[NAMES.index("G1(b)")]
+    assert row.holds
+    assert "none replayed again here" in row.found
+
+
+def test_a_fabricated_pilot_is_refused_by_each_of_three_checks(case: AdmittedCase) -> None:
+    """Random untrained adapters, invented scores, one update an arm, a few sampled rounds, two requests of dev: every
+    digest bound, and its own receipt says PASS."""
+    real = DEMANDS.model_copy(
+        update={
+            "presented_blocks": 20_352,
+            "sample_size": 1000,
+            "sequences": {"train": 65, "dev": 30, "heldout_legal": 24, "heldout_general": 12},
+        }
+    )
+    for number, arm in enumerate(("fast", "ref")):
+        (case.pilot / f"{arm}.safetensors").unlink()
+        save_adapter(case.pilot / f"{arm}.safetensors", tiny_adapter(CONFIG, RECIPE.rank, number), CONFIG)
+
+    def invented(value: dict[str, Any]) -> None:
+        for requests in value["splits"].values():
+            for rounds in requests.values():
+                count = len(rounds["anchors"])
+                rounds |= {"baseline": [1] * count, "fast": [2] * count, "ref": [2] * count}
+
+    case.bind(scores=invented, receipt=lambda v: [arm.update(updates=1) for arm in v["arms"].values()])
+    assert read(case.pilot / "receipt.json")["verdict"] == "PASS"
+    refused = failing(run_admission(replace(case.inputs, demands=real, rescored_rounds=459), recompute=remembered))
+    assert set(refused) == {"pilot extent", "pilot training", "pilot scores, again"}
+    assert "the requests of train differs: 2" in refused["pilot extent"]
+    assert "is not the one that was trained" in refused["pilot training"] or "total" in refused["pilot training"]
+    assert "is not what the drafter does" in refused["pilot scores, again"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"presented_blocks": 128}, "the updates of fast differs: 3"),
+        ({"sample_size": 1000}, "the sample's size differs: 16"),
+        (
+            {"sequences": {"train": 2, "dev": 30, "heldout_legal": 2, "heldout_general": 2}},
+            "the requests of dev differs: 2",
+        ),
+    ],
+)
+def test_the_pilot_is_as_large_as_the_profile_asks_and_not_as_it_says(
+    case: AdmittedCase, fields: dict[str, Any], text: str
+) -> None:
+    refused = failing(
+        run_admission(replace(case.inputs, demands=DEMANDS.model_copy(update=fields)), recompute=remembered)
+    )
+    assert text in refused["pilot extent"]
+    assert set(refused) <= {"pilot extent", "pilot training"}  # another number of updates is another training
+
+
+# --- pins
+
+
+@pytest.fixture
+def pinned(case: AdmittedCase) -> dict[str, Any]:
+    """Pins of the good case, whose source says which commit it is of."""
+    (case.pilot / "SOURCE_COMMIT").write_text("d1dd41a" + "0" * 33 + "\n")
+    counts = case.manifest.counts()
+    return {
+        "source_commit": "d1dd41a",
+        "source_map": case.digest("pilot/repo/SOURCE_MAP.json"),
+        "assembly": "assembly",
+        "namespace": PILOT,
+        "manifest": case.digest("assembly/MANIFEST.json"),
+        "sequences": {split: found.sequences for split, found in counts.splits.items()},
+        "rows": {split: found.rows for split, found in counts.splits.items()},
+        "blocks": counts.blocks,
+        "updates": 3,
+        "objective": "ACE",
+        "learning_rate": RECIPE.lr,
+        "epochs": 3,
+        "sample_size": DEMANDS.sample_size,
+    }
+
+
+OTHER_PINS: dict[str, Any] = {
+    "source_commit": "d1dd41b",
+    "source_map": DIGEST,
+    "assembly": "assembly-c2",
+    "namespace": "tiny-p2",
+    "manifest": DIGEST,
+    "sequences": {"train": 3, "dev": 2, "heldout_legal": 2, "heldout_general": 2},
+    "rows": {"train": 57, "dev": 71, "heldout_legal": 76, "heldout_general": 61},
+    "blocks": 31,
+    "updates": 4,
+    "objective": "KL",
+    "learning_rate": 2e-4,
+    "epochs": 2,
+    "sample_size": 17,
+}
+
+
+def with_pins(case: AdmittedCase, pins: dict[str, Any]) -> Admission:
+    rewrite(case.root / "pins.yaml", pins)
+    return run_admission(replace(case.inputs, pins=case.root / "pins.yaml"), recompute=remembered)
+
+
+def test_pins_that_agree(case: AdmittedCase, pinned: dict[str, Any]) -> None:
+    found = with_pins(case, pinned)
+    assert failing(found) == {}
+    assert found.rows[NAMES.index("pins")].found == "all as pinned; of the pilot's source its file map is known"
+    assert "its commit alone" in with_pins(case, pinned | {"source_map": None}).rows[NAMES.index("pins")].found
+    assert case.run().rows[NAMES.index("pins")].found.startswith("no pins: the inputs were compared with each other")
+
+
+@pytest.mark.parametrize("name", OTHER_PINS)
+def test_each_pin_alone_says_no(case: AdmittedCase, pinned: dict[str, Any], name: str) -> None:
+    assert OTHER_PINS.keys() == pinned.keys()
+    refused = failing(with_pins(case, pinned | {name: OTHER_PINS[name]}))
+    assert set(refused) == {"pins"}
+    assert f"{name} is not the pinned one" in refused["pins"]
+
+
+def test_a_source_without_a_commit_and_malformed_pins_are_refused(case: AdmittedCase, pinned: dict[str, Any]) -> None:
+    (case.pilot / "SOURCE_COMMIT").unlink()
+    assert "source_commit is not the pinned one: none" in failing(with_pins(case, pinned))["pins"]
+    assert "the pins are malformed" in failing(with_pins(case, pinned | {"more": 1}))["pins"]
+    assert "the pins are malformed" in failing(with_pins(case, {}))["pins"]
 
 
 def test_training_blocks_alone(case: AdmittedCase, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,8 +718,10 @@ def test_an_original_source_that_computes_something_else(case: AdmittedCase) -> 
 
 
 def test_a_source_of_today_that_computes_something_else(case: AdmittedCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = checks.judge_pilot
-    monkeypatch.setattr(checks, "judge_pilot", lambda raw: real(raw).model_copy(update={"verdict": "INCONCLUSIVE"}))
+    real = pilot_checks.judge_pilot
+    monkeypatch.setattr(
+        pilot_checks, "judge_pilot", lambda raw: real(raw).model_copy(update={"verdict": "INCONCLUSIVE"})
+    )
     refused = failing(case.run())
     assert list(refused) == ["verdict, today's source"]
 
@@ -481,9 +816,10 @@ def test_a_sidecar_of_another_length_is_no_training_data(case: AdmittedCase) -> 
     assert set(failing(case.run())) == {"G1(a)", "training blocks"}
 
 
-RECIPE_ENDS = {"pilot checkpoints", "initialization"}
+RECIPE_ENDS = {"pilot checkpoints", "pilot extent", "pilot training", "initialization"}
 RECEIPT_ENDS = {
     *RECIPE_ENDS,
+    "pilot scores, again",
     "recipe",
     "pilot scores",
     "pilot source",
@@ -506,12 +842,20 @@ def test_without_a_known_recipe_nothing_is_taken_from_elsewhere(case: AdmittedCa
         (receipt(lambda value: value.pop("statistics")), "pilot receipt", RECEIPT_ENDS),
         (receipt(lambda value: value.update(recipe_option="KL")), "pilot receipt", RECEIPT_ENDS),
         (receipt(lambda value: value.update(schema_version=2)), "pilot receipt", RECEIPT_ENDS),
+        (receipt(lambda value: value.update(synthetic=True)), "pilot receipt", RECEIPT_ENDS),
         (lambda case: shutil.rmtree(case.pilot / "repo"), "numerical files", {"verdict, original source"}),
         (
             lambda case: (case.pilot / "scores.json").unlink(),
             "pilot scores",
-            {"pilot checkpoints", "verdict, original source", "verdict, today's source", "frozen sample"},
+            {
+                "pilot checkpoints",
+                "pilot scores, again",
+                "verdict, original source",
+                "verdict, today's source",
+                "frozen sample",
+            },
         ),
+        (g1(lambda value: value.update(synthetic=True)), "G1 receipt", {"G1(b)", "live sources", "parity"}),
         (lambda case: case.g1.unlink(), "G1 receipt", {"G1(b)", "live sources", "parity"}),
     ],
 )
@@ -520,14 +864,20 @@ def test_what_is_missing_or_malformed_is_said_once(
 ) -> None:
     spoil(case)
     refused = failing(case.run())
-    also = {"pilot receipt"} if own == "G1 receipt" else {"pilot source"} if own == "numerical files" else set()
+    also = (
+        {"pilot receipt", "pilot training"}
+        if own == "G1 receipt"
+        else {"pilot source"}
+        if own == "numerical files"
+        else set()
+    )
     assert own in refused
     assert consequences(refused, own, *also) == wanted
 
 
 def test_an_empty_folder_gives_every_row(tmp_path: Path) -> None:
     refused = failing(AdmittedCase(tmp_path).run())
-    assert set(refused) == set(NAMES) - {"signatures"}  # without a policy none is required
+    assert set(refused) == set(NAMES) - {"signatures", "pins"}  # without them none is required
     assert not any("Traceback" in text for text in refused.values())
 
 
@@ -544,7 +894,7 @@ def test_a_linked_file_of_the_pilot_is_refused(case: AdmittedCase, name: str) ->
         name
     ]
     assert refused[own] == "a link is not allowed here: a symbolic link"
-    consequences(refused, own)
+    consequences(refused, own, *({"pilot training"} & set(refused)))  # which reads the adapter too
 
 
 @pytest.mark.parametrize("file", ["../g1/g1.json", "/etc/hostname", "repo/../scores.json"])

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
-from fnmatch import fnmatchcase
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from d2lib.admission.recompute import recompute_verdict
-from d2lib.admission.source import NUMERICAL_FILES, check_numerical, check_source, snapshot_source
+from d2lib.admission.source import NUMERICAL, check_numerical, check_source, numerical_files, snapshot_source
 from d2lib.errors import Refused
 from d2lib.evidence.environment import library_folder
 from d2lib.files import read_json, sha256_file
@@ -133,30 +133,68 @@ def test_a_map_without_the_library_is_not_numerical(tmp_path: Path) -> None:
         check_numerical(tmp_path / "repo")
 
 
-def imported(path: Path) -> set[str]:
-    """Modules of d2lib that a file imports anywhere, as paths in the library."""
-    root, found = library_folder(), set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        modules: list[str] = []
-        if isinstance(node, ast.Import):
-            modules = [name.name for name in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            modules = [node.module, *(f"{node.module}.{name.name}" for name in node.names)]
-        for module in modules:
-            if module.split(".")[0] == "d2lib":
-                place = "/".join(module.split(".")[1:])
-                found |= {name for name in (f"{place}.py", f"{place}/__init__.py") if (root / name).is_file()}
-    return found
-
-
-def test_the_numerical_files_are_closed_under_import() -> None:
-    """What a verdict hangs on may import nothing that could change unseen."""
+def test_the_numerical_files_are_what_the_verdicts_modules_import() -> None:
+    """Against the interpreter: whatever of d2lib a fresh process has loaded after importing them is in the list."""
     root = library_folder()
-    files = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
-    pinned = {name for name in files if any(fnmatchcase(name, pattern) for pattern in NUMERICAL_FILES)}
-    assert {"gates/pilot.py", "gates/bootstrap.py", "drafter/reference.py", "data/blocks.py"} <= pinned
-    outside = {
-        (name, other) for name in sorted(pinned) for other in imported(root / name) if other and other not in pinned
+    found = numerical_files(root)
+    wanted = {
+        "gates/evaluate.py",
+        "gates/g2.py",
+        "gates/scoring.py",
+        "train/full.py",
+        "data/assembly.py",
+        "data/blocks.py",
     }
-    assert outside == set()
-    assert all(any(fnmatchcase(name, pattern) for name in files) for pattern in NUMERICAL_FILES)
+    wanted |= {"gates/pilot.py", "gates/bootstrap.py", "gates/request.py", "train/loop.py", "train/checkpoint.py"}
+    assert wanted <= found
+    assert not {"plots.py", "cli.py", "evidence/engine.py", "coordinator/jobs.py"} & found
+    modules = [
+        "d2lib." + name.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        for name in found
+        if any(name == entry or name.startswith(entry) for entry in NUMERICAL)
+    ]
+    program = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        "print(*sorted(m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'd2lib'), sep='\\n')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    loaded = {Path(line).relative_to(root).as_posix() for line in done.stdout.splitlines()}
+    assert loaded - found == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import d2lib.errors", {"errors.py"}),
+        ("from d2lib import errors", {"errors.py"}),
+        ("from d2lib.data import k2 as x", {"data/__init__.py", "data/k2.py"}),
+        ("def f():\n    from d2lib.data.k2 import K2File", {"data/__init__.py", "data/k2.py"}),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import d2lib.errors", {"errors.py"}),
+        ("from . import pilot", {"gates/pilot.py"}),
+        ("from ..data.k2 import K2File", {"data/__init__.py", "data/k2.py"}),
+        ("from .. import errors", {"errors.py"}),
+        ("import d2library, os.path", set()),
+        ("'import d2lib.errors'", set()),
+    ],
+)
+def test_every_form_of_import_is_followed(tmp_path: Path, text: str, expected: set[str]) -> None:
+    names = ("__init__.py", "errors.py", "data/__init__.py", "data/k2.py", "gates/__init__.py", "gates/pilot.py")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "gates/g2.py").write_text(text)
+    assert numerical_files(tmp_path) == {"__init__.py", "gates/__init__.py", "gates/g2.py", "gates/pilot.py", *expected}
+
+
+def test_an_import_of_an_import_belongs_too_and_broken_source_is_refused(tmp_path: Path) -> None:
+    for name in ("__init__.py", "a.py", "b.py", "c.py", "gates/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "gates/g2.py").write_text("import d2lib.a")
+    (tmp_path / "a.py").write_text("import d2lib.b")
+    (tmp_path / "b.py").write_text("import d2lib.a")
+    assert numerical_files(tmp_path) == {"__init__.py", "a.py", "b.py", "gates/__init__.py", "gates/g2.py"}
+    (tmp_path / "b.py").write_text("import (")
+    with pytest.raises(Refused, match="not Python"):
+        numerical_files(tmp_path)

@@ -45,6 +45,7 @@ def plan(**changed: str) -> Plan:
     return plan_of(parser().parse_args(flags(**changed)))
 
 
+DEMO = str(ROOT / "params" / "demo" / "coordinator.yaml")
 GUARD = """
 import sys
 class Forbidden:
@@ -84,7 +85,7 @@ def test_dry_render_reads_nothing_and_starts_nothing(tmp_path: Path) -> None:
 def test_the_guard_of_the_dry_render_bites(tmp_path: Path) -> None:
     """With an action the same guard stops the command, so it would also have stopped the render."""
     done = subprocess.run(
-        [sys.executable, "-c", GUARD, *flags("--check-inputs")],
+        [sys.executable, "-c", GUARD, *flags("--check-inputs", source=str(ROOT))],
         env={"PATH": "", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -220,6 +221,11 @@ def test_flags_that_do_not_go_together_refuse(
         (("--execute", "--phase", "full-train", "--job", "full-fast", "--attempt", "1"), "go together"),
         (("--execute", "--phase", "full-train", "--job", "full-fast", "--resume", "--attempt", "0"), "go together"),
         (("--profile", "/nowhere/else.yaml"), "the profile is not part of the source"),
+        (("--execute", "--phase", "stage", "--profile", DEMO), "--profile does not go with --execute"),
+        (
+            ("--execute", "--phase", "full-train", "--job", "full-fast", "--profile", DEMO),
+            "--profile does not go with --execute",
+        ),
     ],
 )
 def test_actions_that_are_not_whole_refuse(

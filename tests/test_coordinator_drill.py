@@ -7,10 +7,11 @@ import stat
 from pathlib import Path
 
 import pytest
+from coordinator_case import PROFILE as CASE_PROFILE
 from coordinator_case import git, make_case
 
 from d2lib.coordinator.drill import Drill, Report
-from d2lib.coordinator.profile import load_profile
+from d2lib.coordinator.profile import Profile, load_profile
 from d2lib.coordinator.rehearsal import PROFILE, changed, find_inputs, make_checkout, wait_for
 from d2lib.errors import Refused, Unexpected
 
@@ -85,12 +86,14 @@ def test_the_drills_checkout_is_the_running_tree_with_its_profile(tmp_path: Path
     (case.source / "untracked.py").write_text("")
     if not with_git:
         shutil.rmtree(case.source / ".git")
-    commit = make_checkout(case.source, tmp_path / "source")
+    demands = Profile.model_validate(CASE_PROFILE).admission.demands
+    commit = make_checkout(case.source, tmp_path / "source", demands)
     assert commit == git(tmp_path / "source", "rev-parse", "HEAD")
     assert git(tmp_path / "source", "status", "--porcelain") == ""
     assert (tmp_path / "source" / "notebooks" / "g2.ipynb").read_text() == "changed and not committed"
     assert not (tmp_path / "source" / "untracked.py").exists()
-    assert load_profile(tmp_path / "source" / PROFILE).power_logger == "drill-powerlog"
+    profile = load_profile(tmp_path / "source" / PROFILE)
+    assert (profile.power_logger, profile.admission.demands) == ("drill-powerlog", demands)
 
 
 def test_a_run_without_a_pilot_refuses(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import signal
 import stat
 import subprocess
@@ -15,7 +16,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
-from coordinator_case import PROFILE, Case, is_gone, make_case, private_tmux, tmux, wait_until
+from coordinator_case import PROFILE, Case, commit, is_gone, make_case, private_tmux, tmux, wait_until
 
 from d2lib.coordinator import jobs, sessions
 from d2lib.coordinator.command import main, parser, plan_of
@@ -48,6 +49,7 @@ class Host:
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(said), redirect_stderr(said):
             for module in ("d2lib.coordinator.stage", "d2lib.evidence.environment"):
                 patch.setattr(f"{module}.library_folder", lambda: self.case.source / "d2lib")
+            patch.setattr(jobs, "trained_updates", lambda plan: 3)  # of a checkpoint that is none here
             patch.setenv("GIT_DIR", "/leak")
             patch.delenv("D2_COORDINATOR", raising=False)
             if who is not None:
@@ -101,7 +103,7 @@ def socket() -> Iterator[Path]:
 @pytest.fixture
 def host(tmp_path: Path, socket: Path) -> Host:
     made = Host(make_case(tmp_path))
-    status, said = made.type("--check-inputs", who=None)
+    status, said = made.type("--check-inputs")
     assert status == 0, said
     status, said = made.type("--execute", "--phase", "stage")
     assert status == 0, said
@@ -200,7 +202,7 @@ def test_starting_twice_and_resuming_in_the_wrong_order_refuse(host: Host) -> No
     assert "resume: true" in (case.snapshot / "parameters" / "full-fast.resume.yaml").read_text()
     assert json.loads((case.output / "train-full-fast/attempt-2/receipt.json").read_bytes())["parameters"]["resume"]
     status, said = host.start("g2-dev")
-    assert (status, "training did not run all its epochs; expected: 3 updates; found: 2" in said) == (2, True)
+    assert (status, "says something else than its checkpoint; expected: 3 updates; found: 2" in said) == (2, True)
 
 
 def test_a_stop_asks_the_runner_and_the_job_can_be_resumed(host: Host) -> None:
@@ -432,6 +434,44 @@ def test_execute_without_identity_touches_nothing(tmp_path: Path) -> None:
 def test_a_job_before_the_stage_refuses(tmp_path: Path) -> None:
     status, said = Host(make_case(tmp_path)).start("full-fast")
     assert (status, "nothing is staged here" in said) == (2, True), said
+
+
+def test_anyones_check_inputs_leaves_nothing_and_stage_admits_by_itself(tmp_path: Path, socket: Path) -> None:
+    case = make_case(tmp_path)
+    other = str(shutil.copy(case.profile, case.source / "other.yaml"))
+    host = Host(Case(case.folder, case.source, commit(case.source), case.inputs))
+    for more, who in (
+        (("--check-inputs",), None),
+        (("--check-inputs",), "someone"),
+        (("--check-inputs", "--profile", other), "test/coordinator"),
+    ):
+        status, said = host.type(*more, who=who)
+        assert status == 0, said
+        assert "a trial, of which nothing is kept" in said
+        assert not host.case.output.exists()
+    status, said = host.type("--execute", "--phase", "stage", who=None)
+    assert (status, host.case.output.exists()) == (2, False), said
+    status, said = host.type("--execute", "--phase", "stage")
+    assert status == 0, said
+    assert "admission first: the inputs are not admitted" in said
+    assert [(line.name, line.status) for line in read_ledger(host.case.output)] == [
+        ("admission", "done"),
+        ("stage", "done"),
+    ]
+
+
+def test_another_profile_with_the_productions_paths_gets_nowhere(tmp_path: Path) -> None:
+    """The commit's profile names a host, an assembly and a coordinator; none of them can be set aside by a flag."""
+    host = Host(make_case(tmp_path, {"host": "x86host"}))
+    demo = str(Path(__file__).resolve().parent.parent / "params" / "demo" / "coordinator.yaml")
+    for job in ((), ("--job", "full-fast")):
+        phase = "full-train" if job else "stage"
+        status, said = host.type("--execute", "--phase", phase, *job, "--profile", demo, who="demo/coordinator")
+        assert (status, host.case.output.exists(), host.case.snapshot.exists()) == (2, False, False)
+        assert "--profile does not go with --execute" in said
+    status, said = host.type("--execute", "--phase", "stage")
+    assert status == 2
+    assert "another host than the profile's" in said
 
 
 def test_the_profile_of_these_tests_is_whole() -> None:

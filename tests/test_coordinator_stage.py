@@ -13,14 +13,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from coordinator_case import Case, commit, git, make_case
 
 from d2lib.coordinator import stage as staging
 from d2lib.coordinator.admit import run_foreground
 from d2lib.coordinator.children import clean_environment
+from d2lib.coordinator.contract import JOBS, job_parameters
 from d2lib.coordinator.source import blob_sha1, check_checkout, check_folder, check_running, extract_archive, read_tree
 from d2lib.coordinator.stage import rename_new, revalidate, stage
 from d2lib.errors import Refused
+from d2lib.evidence.sign import make_key, sign_receipt
+from d2lib.files import canonical_json, record_tree
+from d2lib.train.recipe import to_qualify
 
 
 def small(folder: Path) -> Case:
@@ -241,7 +246,7 @@ def test_stage_makes_the_whole_snapshot(case: Case) -> None:
     assert (case.snapshot / "SOURCE_COMMIT").read_text() == case.commit + "\n"
     staged = json.loads((case.snapshot / "STAGED.json").read_bytes())
     assert digest.startswith("sha256:")
-    assert staged["admitted"]["content"] == {"recipe": {"objective": "ACE"}}
+    assert staged["admitted"]["content"] == {"identities": {}, "recipe": {"objective": "ACE"}}
     assert set(staged["inputs"]) == set(case.inputs)
     assert set(staged["inputs"]["assembly"]["files"]) == {"MANIFEST.json", "shards/a.safetensors"}
     assert staged["source"]["run.sh"]["executable"] is True
@@ -252,12 +257,29 @@ def test_stage_makes_the_whole_snapshot(case: Case) -> None:
     assert revalidate(case.plan()) == staged
 
 
-def test_a_snapshot_is_never_overwritten(case: Case) -> None:
-    stage(case.plan())
-    before = (case.snapshot / "STAGED.json").read_bytes()
+def test_a_snapshot_without_a_receipt_is_taken_once_it_is_checked_and_never_overwritten(case: Case) -> None:
+    """What a stage leaves that ends between its last file and its receipt."""
+    digest = stage(case.plan())
+    before = record_tree(case.snapshot)
+    assert stage(case.plan()) == digest
+    assert record_tree(case.snapshot) == before
+    path = case.snapshot / "repo" / "run.sh"
+    path.chmod(0o755)
+    path.write_text("#!/bin/sh\n# another\n")
+    with pytest.raises(Refused, match=r"run\.sh has other bytes"):
+        stage(case.plan())
+    path.unlink()
+    (case.snapshot / "STAGED.json").unlink()  # never left by a stage: it is written last
     with pytest.raises(Refused, match="the snapshot exists already"):
         stage(case.plan())
-    assert (case.snapshot / "STAGED.json").read_bytes() == before
+
+
+def test_a_staged_snapshot_is_never_staged_again(case: Case) -> None:
+    assert run_foreground(case.plan(), "stage") == 0
+    before = record_tree(case.snapshot)
+    with pytest.raises(Refused, match="the snapshot exists already"):
+        stage(case.plan())
+    assert record_tree(case.snapshot) == before
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "dangling link"])
@@ -327,11 +349,104 @@ def test_a_change_between_admission_and_stage_refuses(case: Case) -> None:
     with pytest.raises(Refused, match="the input assembly changed since the admission"):
         stage(case.plan())
     (case.inputs["assembly"] / "MANIFEST.json").write_text("{}")
-    path = case.output / "admission" / "admitted.json"
+    path = case.output / "admission" / "attempt-1" / "admitted.json"
     path.chmod(0o644)
     path.write_text("{}")
-    with pytest.raises(Refused, match=r"admission/admitted\.json is not what admission made"):
+    with pytest.raises(Refused, match=r"attempt-1/admitted\.json is not what admission made"):
         stage(case.plan())
+
+
+def admit(case: Case, text: str) -> None:
+    case.control("admission", files={"ATTEMPT/admitted.json": text})
+    assert run_foreground(case.plan(), "admission") == 0
+
+
+def test_admission_may_be_repeated_before_and_after_staging(case: Case) -> None:
+    """Each attempt has its own product; the newest is staged, and a later one must let in the same."""
+    same = '{"identities":{"pilot":"p"},"recipe":{"objective":"ACE"}}\n'
+    admit(case, same)
+    stage(case.plan())
+    staged = revalidate(case.plan())
+    assert staged["admitted"]["path"] == "admission/attempt-2/admitted.json"
+    admit(case, '{"identities":{"pilot":"p"},"recipe":{"objective":"ACE"},"seed":"another"}\n')
+    assert revalidate(case.plan()) == staged
+    admit(case, '{"identities":{"pilot":"q"},"recipe":{"objective":"ACE"}}\n')
+    with pytest.raises(Refused, match=r"the newest admission lets in another identities\.pilot; expected: p; found: q"):
+        revalidate(case.plan())
+    admit(case, same)
+    assert revalidate(case.plan()) == staged
+    _unlock(case.output / "admission" / "attempt-5" / "admitted.json").write_text("{}")
+    with pytest.raises(Refused, match=r"attempt-5/admitted\.json is not what admission made"):
+        revalidate(case.plan())
+
+
+def with_known(case: Case, **names: str) -> Case:
+    """The case with pins or a policy in its profile, committed and admitted again."""
+    profile = yaml.safe_load(case.profile.read_text()) | names
+    case.profile.write_text(yaml.safe_dump(profile))
+    found = Case(case.folder, case.source, commit(case.source), case.inputs)
+    recipe = to_qualify("ACE").model_dump(mode="json")
+    identities = {"manifest": "sha256:" + "1" * 64}
+    admit(found, json.dumps({"identities": identities, "recipe": recipe}))
+    return found
+
+
+PINS = {
+    "source_commit": "d1dd41a",
+    "source_map": None,
+    "assembly": "assembly",
+    "namespace": "pilot-1",
+    "manifest": "sha256:" + "1" * 64,
+    "sequences": {"train": 1, "dev": 1, "heldout_legal": 1, "heldout_general": 1},
+    "rows": {"train": 1, "dev": 1, "heldout_legal": 1, "heldout_general": 1},
+    "blocks": 1,
+    "updates": 1,
+    "objective": "ACE",
+    "learning_rate": 2e-4,
+    "epochs": 3,
+    "sample_size": 10,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (None, None),
+        ("source_commit", "d1dd41b"),
+        ("assembly", "assembly-c2"),
+        ("namespace", "pilot-2"),
+        ("manifest", "sha256:" + "2" * 64),
+        ("objective", "KL"),
+        ("learning_rate", 1e-4),
+        ("epochs", 2),
+    ],
+)
+def test_stage_compares_what_was_admitted_with_the_pins(case: Case, name: str | None, value: object) -> None:
+    (case.inputs["pilot_source"].parent / "SOURCE_COMMIT").write_text("d1dd41a" + "0" * 33)
+    (case.source / "pins.yaml").write_text(yaml.safe_dump(PINS | ({} if name is None else {name: value})))
+    pinned = with_known(case, pins="pins.yaml")
+    if name is None:
+        stage(pinned.plan())
+        parameters = (pinned.snapshot / "parameters" / "full-fast.yaml").read_text()
+        assert f"pins: {pinned.snapshot}/repo/pins.yaml" in parameters
+    else:
+        with pytest.raises(Refused, match=f"{name} is not the pinned one"):
+            stage(pinned.plan())
+
+
+def test_the_sources_policy_reaches_every_phase_and_stage_refuses_an_unsigned_admission(case: Case) -> None:
+    key = make_key(case.folder / "key.pem", case.folder / "key.json")
+    (case.source / "policy.json").write_bytes(
+        canonical_json({"keys": [key.model_dump(mode="json")], "phases": {"admission": {"keys": [key.keyid]}}})
+    )
+    policed = with_known(case, policy="policy.json")
+    with pytest.raises(Refused, match="admission is not signed by whom the policy names"):
+        stage(policed.plan())
+    sign_receipt(policed.output / "admission" / "attempt-2", [case.folder / "key.pem"])
+    stage(policed.plan())
+    for job in JOBS:
+        assert job_parameters(policed.plan(), job)["policy"] == str(policed.plan().repo / "policy.json")
+    assert job_parameters(policed.plan(), "admission")["policy"] == str(policed.source / "policy.json")
 
 
 def test_an_admission_by_another_library_refuses(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,7 +537,7 @@ CHANGES = {
         "not a link",
     ),
     "what was admitted": (
-        lambda c: _unlock(c.output / "admission" / "admitted.json").write_text("{}"),
+        lambda c: _unlock(c.output / "admission" / "attempt-1" / "admitted.json").write_text("{}"),
         r"admitted\.json is not what was staged",
     ),
     "the checkout": (lambda c: (c.source / "run.sh").write_text("x"), "the source is not clean"),

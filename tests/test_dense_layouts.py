@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
-from dense_case import DEPTH, DIM, VOCAB, dense_config, dense_weights, write_target
+from dense_case import DEPTH, DIM, VOCAB, dense_config, dense_weights, edit, rename, stored, write_target
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save
 
-from d2lib.drafter.dense import checkpoint
 from d2lib.drafter.dense.checkpoint import DType, read_dense, write_dense
 from d2lib.drafter.dense.config import DenseConfig, Rope, lora_targets, shapes
 from d2lib.drafter.dense.source import Store, open_source
@@ -110,31 +108,6 @@ def test_taps_and_slots_are_numbered_as_the_layout_does(store: Store, layout: st
         assert fields["sample_from_anchor"] is (layout == "anchor_first")
     with safe_open(tmp_path / "draft" / "model.safetensors", "pt") as stored:
         assert ("lm_head.weight" in stored.keys()) is (store == "deepspec")  # noqa: SIM118
-
-
-def stored(tmp_path: Path, store: Store = "deepspec", **changes: Any) -> tuple[DenseConfig, dict[str, torch.Tensor]]:
-    """A drafter in `draft` with its target in `target`."""
-    config = dense_config(**changes)
-    weights = dense_weights(config)
-    write_target(tmp_path / "target", weights)
-    write_dense(tmp_path / "draft", config, weights, store=store, dtype="float32")
-    return config, weights
-
-
-def edit(folder: Path, change: Any) -> None:
-    """Put another config.json in place of a folder's."""
-    fields = read_json(folder / "config.json")
-    change(fields)
-    (folder / "config.json").chmod(0o644)
-    (folder / "config.json").write_text(json.dumps(fields))
-
-
-def rename(folder: Path, change: Any) -> None:
-    """Put other tensors in place of a folder's: `change` takes them by name and returns what to store."""
-    path = folder / "model.safetensors"
-    tensors = change(load_file(path))
-    path.unlink()
-    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, path)
 
 
 def test_shards_hold_what_one_file_holds(tmp_path: Path) -> None:
@@ -266,7 +239,7 @@ def test_nothing_is_overwritten_or_half_written(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(Refused, match="missing or misshapen"):
         write_dense(tmp_path / "new", config, {}, store="deepspec", dtype="float32")
 
-    real = checkpoint.save
+    real = save
     calls: list[int] = []
 
     def fails(*arguments: Any, **options: Any) -> bytes:
@@ -275,7 +248,7 @@ def test_nothing_is_overwritten_or_half_written(tmp_path: Path, monkeypatch: pyt
             raise OSError(28, "No space left on device")
         return real(*arguments, **options)
 
-    monkeypatch.setattr(checkpoint, "save", fails)
+    monkeypatch.setattr("d2lib.drafter.dense.checkpoint.save", fails)
     with pytest.raises(Exception, match="No space left"):
         write_dense(tmp_path / "new", config, weights, store="deepspec", dtype="float32", shard_bytes=2000)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "target"]

@@ -1,4 +1,5 @@
-"""Rotary frequencies of dense drafters are those of transformers, by type, size and option; so are the oracle's."""
+"""Rotary frequencies of dense drafters are those of transformers, by type, size and option; so are those of the oracle
+and of the live loop."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from d2lib.drafter.dense.config import DenseConfig, Rope
+from d2lib.lab.decode_dense import LiveDense
 
 
 def theirs(config: DenseConfig) -> Qwen3RotaryEmbedding:
@@ -40,6 +42,9 @@ def test_frequencies_are_those_of_transformers(rope: Rope, half: int, positions:
     found, gain = slow_frequencies(config)
     torch.testing.assert_close(torch.tensor(found), expected.inv_freq, rtol=2e-5, atol=0)
     assert gain == pytest.approx(expected.attention_scaling, rel=1e-6)
+    live = LiveDense(config, dense_weights(config), streams=1, rows=1)
+    torch.testing.assert_close(torch.tensor(live.pace).float(), expected.inv_freq, rtol=2e-5, atol=0)
+    assert live.gain == pytest.approx(expected.attention_scaling, rel=1e-6)
 
 
 @given(rope=ropes(), half=st.integers(1, 8), position=st.integers(0, 300))

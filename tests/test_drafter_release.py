@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from tiny import tiny_config
 
 from d2lib.drafter.deepseek import release as reading
-from d2lib.drafter.deepseek.release import INDEX, decode_fp4, decode_fp8, read_release
+from d2lib.drafter.deepseek.release import decode_fp4, decode_fp8, read_release
+from d2lib.drafter.headers import INDEX
 from d2lib.drafter.weights import Weights, expected_shapes
 from d2lib.errors import Refused
 

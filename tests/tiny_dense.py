@@ -181,10 +181,10 @@ def ropes(draw: st.DrawFn) -> Rope:
 def dense_configs(draw: st.DrawFn, **fixed: Any) -> DenseConfig:
     """Any dense drafter: layouts, heads, layer types, causality, biases, rope, and sizes that differ."""
     layers = draw(st.integers(1, 2))
-    layout = draw(st.sampled_from(["anchor_first", "one_plus_n"]))
-    rank = draw(st.sampled_from([0, 1, 4]))
+    layout = fixed.get("layout") or draw(st.sampled_from(["anchor_first", "one_plus_n"]))
+    rank = fixed["markov_rank"] if "markov_rank" in fixed else draw(st.sampled_from([0, 1, 4]))
     heads = ["vanilla", "gated"] + ["rnn"] * (layout == "anchor_first")
-    block = draw(st.integers(1, 4))
+    block = fixed.get("block_size") or draw(st.integers(1, 4))
     taps = draw(st.sets(st.integers(0, 3), min_size=1, max_size=3))
     confidence, kv_heads = draw(st.booleans()), draw(st.integers(1, 2))
     fields: dict[str, Any] = {

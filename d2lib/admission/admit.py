@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from d2lib.admission.case import AdmissionInputs, Case
+from d2lib.admission.case import AdmissionInputs, Case, ReplaySequences
 from d2lib.admission.checks import CHECKS, Check
 from d2lib.admission.recompute import recompute_verdict
+from d2lib.admission.records import Arithmetic
 from d2lib.data.check import CheckRow
 from d2lib.errors import ExitStatus, Refused
 from d2lib.files import sha256_file
@@ -20,12 +21,15 @@ from d2lib.train.recipe import Recipe
 class Admission:
     """The table of checks and, when every one holds, what full training and G2 may use.
 
-    identities: name → digest (`namespace`: the pilot's name); empty when refused.
+    identities: name → digest (`namespace`: the pilot's name); empty when refused. seed: of what was drawn and computed
+    again. arithmetic: the pilot's, which full training has to have.
     """
 
     rows: tuple[CheckRow, ...]
     recipe: Recipe | None
     identities: dict[str, str]
+    seed: str
+    arithmetic: Arithmetic | None = None
 
     @property
     def admitted(self) -> bool:
@@ -52,7 +56,9 @@ class Admission:
             "schema_version": 1,
             "admitted": self.admitted,
             "recipe": None if self.recipe is None else self.recipe.model_dump(mode="json"),
+            "arithmetic": None if self.arithmetic is None else self.arithmetic.model_dump(mode="json"),
             "identities": self.identities,
+            "seed": self.seed,
             "rows": [row.model_dump(mode="json") for row in self.rows],
         }
 
@@ -71,6 +77,8 @@ def run_admission(
     *,
     checks: tuple[Check, ...] = CHECKS,
     recompute: Callable[[Path, Path], Any] = recompute_verdict,
+    replay: ReplaySequences | None = None,
+    seed: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Admission:
     """Run every check, also after one that does not hold.
@@ -79,17 +87,19 @@ def run_admission(
         inputs: where everything is.
         checks: the table.
         recompute: how the pilot's own source is run (see d2lib.admission.recompute).
+        replay: how sequences go through the target again (see d2lib.lab.replay.replay_again).
+        seed: of what is drawn, to repeat an admission of which it is known; by default a fresh one.
         progress: called with each check's name before it runs.
     """
-    case = Case(inputs, recompute)
+    case = Case(inputs, recompute, replay, seed)
     rows = []
     for check in checks:
         if progress is not None:
             progress(check.name)
         rows.append(_row(check, case))
     if not all(row.holds for row in rows):
-        return Admission(tuple(rows), None, {})
-    return Admission(tuple(rows), case.recipe, _identities(case))
+        return Admission(tuple(rows), None, {}, case.seed)
+    return Admission(tuple(rows), case.recipe, _identities(case), case.seed, case.pilot.arithmetic)
 
 
 def _row(check: Check, case: Case) -> CheckRow:

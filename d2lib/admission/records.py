@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from d2lib.data.check import CheckRow
 from d2lib.data.manifest import Digest
@@ -52,18 +52,33 @@ class Parity(Record):
 
 
 class LiveSource(Record):
-    """A file of the assembly that the live run made or used, by its path in the assembly."""
+    """A file of the assembly that the live run made or used, by its path in the assembly.
+
+    VALID: the live run's own headers name these bytes, or it is a trajectory that the reference drafts again.
+    """
 
     name: str = Field(min_length=1)
     status: Literal["VALID", "WITHDRAWN"]
     sha256: Digest
 
 
-class G1Receipt(Record):
+class _Genuine(Record):
+    """A record that may say `synthetic: false`, as those of earlier versions did, and nothing else about it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_synthetic(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or "synthetic" not in value:
+            return value
+        if value["synthetic"] is not False:
+            raise ValueError(f"synthetic inputs are refused, found synthetic: {value['synthetic']!r}")
+        return {name: field for name, field in value.items() if name != "synthetic"}
+
+
+class G1Receipt(_Genuine):
     """g1.json: the data are what they say they are, and the reference drafter is the live one."""
 
     schema_version: Literal[1] = 1
-    synthetic: bool
     namespace: str = Field(min_length=1)
     """The manifest's."""
     manifest_sha256: Digest
@@ -115,15 +130,28 @@ class ScoresFile(Record):
     sha256: Digest
 
 
-class PilotReceipt(Record):
+class Arithmetic(Record):
+    """What decides the last bits of a training beside its code: full training has to have the pilot's."""
+
+    precision: Literal["fp32", "bf16"]
+    """Of FAST's large products."""
+    device: Literal["cpu", "cuda"]
+    torch: str = Field(min_length=1)
+    """Version with its build."""
+    threads: int = Field(gt=0)
+    """Of torch."""
+
+
+class PilotReceipt(_Genuine):
     """receipt.json of the pilot: what was trained and scored, the verdict, and everything that it hangs on."""
 
     schema_version: Literal[1] = 1
-    synthetic: bool
     namespace: str = Field(min_length=1)
     verdict: Literal["PASS", "FAIL", "INCONCLUSIVE"]
     recipe: dict[str, Any]
     """The complete recipe that this pilot qualifies; full training takes it from here and from nowhere else."""
+    arithmetic: Arithmetic | None = None
+    """None in a receipt from before it was recorded; then full training has nothing to compare."""
     manifest_sha256: Digest
     k2: dict[ScoredSplit, Digest]
     g1_sha256: Digest

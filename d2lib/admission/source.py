@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,37 +26,19 @@ from d2lib.files import (
 
 SOURCE_MAP = "SOURCE_MAP.json"
 
-NUMERICAL_FILES = (
-    "__init__.py",
-    "entry.py",
-    "errors.py",
-    "files.py",
-    "progress.py",
-    "strict.py",
-    "drafter/*.py",
-    "data/__init__.py",
-    "data/blocks.py",
-    "data/k2.py",
-    "data/manifest.py",
+NUMERICAL = (
+    "data/assembly.py",
     "data/sample.py",
-    "data/sidecar.py",
-    "gates/__init__.py",
-    "gates/bootstrap.py",
-    "gates/gate.py",
-    "gates/journal.py",
+    "drafter/",
+    "gates/evaluate.py",
+    "gates/g2.py",
+    "gates/parity.py",
     "gates/pilot.py",
-    "gates/request.py",
     "gates/scoring.py",
-    "train/__init__.py",
-    "train/arms.py",
-    "train/checkpoint.py",
-    "train/determinism.py",
+    "train/full.py",
     "train/loop.py",
-    "train/recipe.py",
-    "train/schedule.py",
 )
-"""Files of d2lib that must be byte-identical to the pilot's: all arithmetic, what decides which rows it is done on, and
-the verdict with everything that it imports."""
+"""Where a verdict's numbers are made, modules and packages of d2lib; everything that these import belongs to them."""
 
 
 class MappedFile(Record):
@@ -115,6 +98,57 @@ def check_source(folder: Path, pinned: Hashed) -> dict[str, MappedFile]:
     return files
 
 
+def numerical_files(library: Path) -> set[str]:
+    """The files of a d2lib that its verdict's numbers pass through, which must be byte-identical to the pilot's.
+
+    The modules of NUMERICAL and, in turn, every module of d2lib that they import anywhere, inside functions and for
+    type checking too, with the packages' __init__.py that this runs.
+
+    Args:
+        library: the folder d2lib.
+    """
+    present = {name for name in _source_files(library) if name.endswith(".py")}
+    found: set[str] = set()
+    waiting = {name for name in present if any(name == entry or name.startswith(entry) for entry in NUMERICAL)}
+    while waiting:
+        name = waiting.pop()
+        found.add(name)
+        try:
+            imported = _imported((library / name).read_bytes(), name)
+        except (SyntaxError, ValueError) as error:
+            raise Refused("a source file is not Python", found=str(error)[:200], where=library / name) from None
+        waiting |= (imported & present) - found
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _imported(source: bytes, name: str) -> frozenset[str]:
+    """Paths under d2lib that a module's imports may mean, and its own packages' __init__.py."""
+    package = name.split("/")[:-1]
+    modules = {"/".join(package)} if package else {""}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:  # relative: from the package that is `level - 1` above this module's own
+                base = ".".join(part for part in ("d2lib", *package[: len(package) + 1 - node.level], base) if part)
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        modules |= {each.replace(".", "/").removeprefix("d2lib").lstrip("/") for each in names if _is_ours(each)}
+    found = set()
+    for module in modules:
+        parts = module.split("/") if module else []
+        found |= {"/".join((*parts[:depth], "__init__.py")) for depth in range(len(parts) + 1)}
+        found.add(f"{module}.py")
+    return frozenset(found)
+
+
+def _is_ours(module: str) -> bool:
+    return module == "d2lib" or module.startswith("d2lib.")
+
+
 def check_numerical(folder: Path, today: Path | None = None) -> int:
     """Compare the numerical files of a snapshot's d2lib with today's, byte by byte; returns how many there are.
 
@@ -122,15 +156,12 @@ def check_numerical(folder: Path, today: Path | None = None) -> int:
         Refused: names the first file that differs or exists on one side only, and counts the rest.
     """
     today = library_folder() if today is None else today
-    sides = [
-        {name for name in _source_files(root) if any(fnmatchcase(name, pattern) for pattern in NUMERICAL_FILES)}
-        for root in (folder / "d2lib", today)
-    ]
+    sides = [numerical_files(root) for root in (folder / "d2lib", today)]
     differing = sorted(
         name
         for name in sides[0] | sides[1]
-        if name not in sides[0]
-        or name not in sides[1]
+        if not (folder / "d2lib" / name).is_file()
+        or not (today / name).is_file()
         or (folder / "d2lib" / name).read_bytes() != (today / name).read_bytes()
     )
     if differing or not sides[0]:

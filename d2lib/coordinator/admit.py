@@ -11,13 +11,13 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from d2lib.coordinator.contract import ADMITTED, Foreground, Plan, job_parameters, parameters_text
+from d2lib.coordinator.contract import Foreground, Plan, job_parameters, parameters_text
 from d2lib.coordinator.locked import judge
-from d2lib.coordinator.receipts import check_output, done_receipt
+from d2lib.coordinator.receipts import check_output, done_receipt, product
 from d2lib.errors import ExitStatus, Refused
 from d2lib.evidence.environment import child_environment, library_sha256, who_executes
 from d2lib.evidence.layout import RECEIPT
@@ -28,9 +28,11 @@ from d2lib.files import read_json, sha256_file
 
 @dataclass(frozen=True)
 class Admitted:
-    """What admission let in: the file that the notebooks read, and the receipt that it comes from."""
+    """What admission let in: the file that the notebooks read, and the receipt that it comes from, by their paths from
+    the run root."""
 
     content: Any
+    path: str
     sha256: str
     receipt: str
     receipt_sha256: str
@@ -88,6 +90,17 @@ def run_foreground(plan: Plan, phase: Foreground) -> ExitStatus:
     return judge(status, None, receipts / f"attempt-{attempt}" / RECEIPT)[0]
 
 
+def try_admission(plan: Plan) -> ExitStatus:
+    """Admission in a run root of its own that is removed afterwards: its refusals and its table are told, not kept."""
+    with tempfile.TemporaryDirectory(prefix="d2-trial-") as folder:
+        trial = replace(plan, paths=replace(plan.paths, output=Path(folder, plan.paths.namespace)))
+        status = run_foreground(trial, "admission")
+        found = done_receipt(trial.paths.output, "admission")
+        if found is not None:
+            print(f"admitted: {(found[1].result or {}).get('held')} checks hold")
+        return status
+
+
 def admitted(plan: Plan, inputs: Mapping[str, Any]) -> Admitted:
     """What the newest admission let in, after comparing everything that it ran with and on.
 
@@ -119,11 +132,12 @@ def admitted(plan: Plan, inputs: Mapping[str, Any]) -> Admitted:
                 remedy=again,
             )
     check_read(plan, receipt, inputs)
-    check_output(plan.paths.output, receipt, ADMITTED)
-    place = plan.paths.output / ADMITTED
+    made = product(receipt, "admission")
+    check_output(plan.paths.output, receipt, made)
     return Admitted(
-        read_json(place),
-        str(sha256_file(place)),
+        read_json(plan.paths.output / made),
+        made,
+        str(sha256_file(plan.paths.output / made)),
         path.relative_to(plan.paths.output).as_posix(),
         str(sha256_file(path)),
     )

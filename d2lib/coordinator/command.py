@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from d2lib.coordinator.contract import INPUTS, JOBS, PHASES, Paths, Plan, absolute
+from d2lib.coordinator.contract import INPUTS, JOBS, PHASES, PROFILE, Paths, Plan, absolute
 from d2lib.coordinator.profile import Job, load_profile
 from d2lib.entry import run_command
 from d2lib.errors import ExitStatus, Refused
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 """The checkout that this runs from."""
-DEFAULT_PROFILE = CHECKOUT / "params" / "dsv41" / "coordinator.yaml"
 
 _HELP = {
     "source": "the reviewed checkout, clean",
@@ -53,7 +53,9 @@ def parser() -> argparse.ArgumentParser:
     )
     for name, text in _HELP.items():
         top.add_argument(f"--{name.replace('_', '-')}", required=True, help=text, metavar=name.upper())
-    top.add_argument("--profile", type=Path, default=DEFAULT_PROFILE, help="default: the production host's")
+    top.add_argument(
+        "--profile", type=Path, help=f"another than the commit's {PROFILE}, to render or to try --check-inputs with"
+    )
     action = top.add_mutually_exclusive_group()
     action.add_argument("--check-inputs", action="store_true", help="CPU admission; no GPU, no session")
     action.add_argument("--execute", action="store_true", help="really do --phase; only as the coordinator")
@@ -66,11 +68,25 @@ def parser() -> argparse.ArgumentParser:
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """Flags and profile; raises Refused when they do not go together."""
+    """Flags and profile; raises Refused when they do not go together.
+
+    What is executed or recorded goes by the profile of the reviewed source, which is part of its commit. Another one
+    can be rendered and tried, and no more.
+    """
     paths = Paths(
         commit=options.commit,
         **{name: absolute(getattr(options, name)) for name in ("source", "snapshot", "output", *INPUTS)},
     )
+    if options.profile is None:
+        source = paths.source if options.execute or options.check_inputs else CHECKOUT
+        return Plan(paths, load_profile(source / PROFILE), PROFILE)
+    if options.execute:
+        raise Refused(
+            "--profile does not go with --execute",
+            expected=f"the reviewed commit's own {PROFILE}",
+            found=options.profile,
+            remedy="put another host's values there, in a commit that is reviewed",
+        )
     profile = absolute(str(options.profile))
     for folder in (paths.source, CHECKOUT):
         if folder in profile.parents:
@@ -116,7 +132,7 @@ def _run(options: argparse.Namespace) -> ExitStatus:
     resume = resume_number(options)
     plan = plan_of(options)
     if options.check_inputs:
-        return _check_inputs(plan)
+        return _check_inputs(plan, tried=options.profile is not None)
     if not options.execute:
         from d2lib.coordinator.render import render
 
@@ -132,26 +148,52 @@ def _run(options: argparse.Namespace) -> ExitStatus:
         _tell_asked(stop_job(plan, options.job))
         return ExitStatus.DONE
     if options.phase == "stage":
-        from d2lib.coordinator.admit import run_foreground
-        from d2lib.coordinator.stage import check_recorded, refuse_existing, reviewed_tree
-
-        refuse_existing(plan.paths.snapshot)
-        reviewed_tree(plan)
-        status = run_foreground(plan, "stage")
-        if status is ExitStatus.DONE:
-            print(f"staged {plan.paths.snapshot}: STAGED.json {check_recorded(plan)}")
-        return status
+        return _stage(plan)
     _tell(start_job(plan, options.job, resume))
     return ExitStatus.DONE
 
 
-def _check_inputs(plan: Plan) -> ExitStatus:
-    from d2lib.coordinator.admit import check_namespace, run_foreground
+def _stage(plan: Plan) -> ExitStatus:
+    """Stage what is admitted; admit first where nothing is yet, or something changed since."""
+    from d2lib.coordinator.admit import admitted, check_namespace, run_foreground
+    from d2lib.coordinator.inputs import record_inputs
+    from d2lib.coordinator.stage import check_recorded, left_whole, refuse_existing, reviewed_tree
+
+    if not left_whole(plan):
+        refuse_existing(plan.paths.snapshot)
+    reviewed_tree(plan)
+    check_namespace(plan)
+    try:
+        admitted(plan, record_inputs(plan.paths.inputs))
+    except Refused as error:
+        print(f"admission first: {error}", file=sys.stderr)
+        status = run_foreground(plan, "admission")
+        if status is not ExitStatus.DONE:
+            return status
+    status = run_foreground(plan, "stage")
+    if status is ExitStatus.DONE:
+        print(f"staged {plan.paths.snapshot}: STAGED.json {check_recorded(plan)}")
+    return status
+
+
+def _check_inputs(plan: Plan, tried: bool) -> ExitStatus:
+    """CPU admission. The coordinator's is recorded in the output; anyone else's is tried, and nothing of it is kept."""
+    from d2lib.coordinator.admit import check_namespace, run_foreground, try_admission
+    from d2lib.coordinator.jobs import check_coordinator
     from d2lib.coordinator.stage import reviewed_tree
 
     reviewed_tree(plan)
     check_namespace(plan)
-    return run_foreground(plan, "admission")
+    why = "with another profile than the commit's"
+    if not tried:
+        try:
+            check_coordinator(plan)
+        except Refused as error:
+            why = str(error)
+        else:
+            return run_foreground(plan, "admission")
+    print(f"a trial, of which nothing is kept: {why}", file=sys.stderr)
+    return try_admission(plan)
 
 
 def _tell(start: Start) -> None:

@@ -25,8 +25,8 @@ Phase = Literal["stage", "full-train", "full-g2", "finish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 Foreground = Literal["admission", "stage"]
 SUFFIX = "-full"
-ADMITTED = "admission/admitted.json"
-"""What the admission phase makes, from the run root."""
+PROFILE = "params/dsv41/coordinator.yaml"
+"""The coordinator's profile of a commit, by its path in it. What is recorded or started goes by it and by no other."""
 K2_FLAGS: dict[Split, str] = {"dev": "k2_dev", "heldout_legal": "k2_legal", "heldout_general": "k2_general"}
 """Split → the flag that names its live trajectory."""
 INPUTS = ("assembly", "pilot_source", "pilot_receipt", "g1", *K2_FLAGS.values())
@@ -184,6 +184,11 @@ class Plan:
         """STAGED.json of the snapshot."""
         return self.paths.snapshot / "STAGED.json"
 
+    def known(self, source: Path) -> dict[str, str]:
+        """`pins` and `policy` → the file's path in a source tree, where the profile names one."""
+        names = {"pins": self.profile.pins, "policy": self.profile.policy}
+        return {name: str(source / path) for name, path in names.items() if path is not None}
+
     def session(self, job: Job, resume: int = 0) -> str:
         """The session's exact name, which is the script's and the log's too."""
         name = f"{self.profile.session_prefix}-{self.paths.namespace}-{job}"
@@ -220,6 +225,7 @@ class Plan:
             *("--job", job),
             *("--log", str(child_log)),
             *("--receipt", str(receipt.with_name("receipt.json"))),
+            *("--assembly", str(self.paths.assembly)),
             "--",
             *notebook_command(self.python, self.repo, spec.notebook, receipt, parameters),
         )
@@ -313,21 +319,22 @@ def job_parameters(plan: Plan, job: Job | Foreground, *, resume: bool = False) -
         "assembly": str(paths.assembly),
         "k2": {split: str(getattr(paths, flag)) for split, flag in K2_FLAGS.items()},
     }
+    known = plan.known(paths.source if job in ("admission", "stage") else plan.repo)
     if job == "admission":
-        pilot = {"pilot": str(paths.pilot_receipt.parent), "pilot_source": str(paths.pilot_source)}
-        return run | data | pilot | {"g1": str(paths.g1)}
+        pilot = {"pilot": str(paths.pilot_receipt.parent), "pilot_source": str(paths.pilot_source), "g1": str(paths.g1)}
+        return run | data | pilot | profile.admission.model_dump(mode="json") | known
     if job == "stage":
         places = {name: str(getattr(paths, name)) for name in ("source", "commit", "snapshot", *INPUTS)}
-        return run | places | {"profile": plan.profile_name}
+        return run | places
     spec = JOBS[job]
-    shared = run | {"admission": ADMITTED, "output": "."}
+    shared = run | {"output": "."} | {name: path for name, path in known.items() if name == "policy"}
     if spec.notebook == "finish":
         return shared
     device = "cpu" if profile.solo_of(job)[1].card is None else "cuda"
     shared |= data | {"threads": profile.threads, "device": device}
     if spec.notebook == "g2":
         return shared | {"split": spec.split}
-    return shared | {"resume": resume, "save_every": profile.save_every}
+    return shared | known | {"resume": resume, "save_every": profile.save_every}
 
 
 def parameters_text(parameters: dict[str, Any]) -> str:

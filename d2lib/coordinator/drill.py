@@ -24,7 +24,16 @@ from d2lib.coordinator.contract import JOBS
 from d2lib.coordinator.jobs import PRODUCTS
 from d2lib.coordinator.lease import hold
 from d2lib.coordinator.profile import Job
-from d2lib.coordinator.rehearsal import Run, changed, make_checkout, power_logger, private_tmux, wait_for
+from d2lib.coordinator.rehearsal import (
+    Run,
+    asked_of,
+    changed,
+    make_checkout,
+    pilots_threads,
+    power_logger,
+    private_tmux,
+    wait_for,
+)
 from d2lib.coordinator.stop import stop_job
 from d2lib.errors import D2Error, ExitStatus, Refused
 from d2lib.evidence.ledger import read_ledger
@@ -114,7 +123,7 @@ def run_drill(root: Path, checkout: Path, folder: Path, say: Callable[[str], Non
     """
     folder.mkdir(parents=True, exist_ok=True)
     with private_tmux(folder / "t"):
-        commit = make_checkout(checkout, folder / "source")
+        commit = make_checkout(checkout, folder / "source", asked_of(root), pilots_threads(root))
         pilot = folder / "pilot" / root.name
         shutil.copytree(root, pilot, symlinks=True)
         calm = Run(folder / "calm", folder / "source", commit, pilot)
@@ -133,7 +142,7 @@ def run_drill(root: Path, checkout: Path, folder: Path, say: Callable[[str], Non
 
 def _calm(drill: Drill, run: Run) -> None:
     power_logger(True)
-    drill.types("undisturbed: --check-inputs", 0, "", lambda: run.type("--check-inputs", who=None))
+    drill.types("undisturbed: --check-inputs", 0, "", lambda: run.type("--check-inputs"))
     drill.types("undisturbed: stage", 0, "staged", lambda: run.type("--execute", "--phase", "stage"))
     for job in JOBS:
         _whole(drill, run, job, f"undisturbed: {job}")
@@ -147,9 +156,16 @@ def _before_the_start(drill: Drill, run: Run) -> None:
     stage = ("--execute", "--phase", "stage")
     drill.types("dry render", 0, "nothing was read, started or changed", lambda: run.type(who=None))
     drill.types("stage without identity", 2, "only the coordinator executes", lambda: run.type(*stage, who=None))
-    drill.types("stage before admission", 2, "admission is not done", lambda: run.type(*stage))
-    drill.types("--check-inputs", 0, "", lambda: run.type("--check-inputs", who=None))
-    drill.types("stage", 0, "staged", lambda: run.type(*stage))
+    other = ("--profile", str(run.source / "params" / "demo" / "coordinator.yaml"))
+    drill.types("stage with another profile", 2, "does not go with --execute", lambda: run.type(*stage, *other))
+
+    def by_anyone() -> Typed:
+        status, said = run.type("--check-inputs", who=None)
+        return status, f"{said}\n{len(list(run.output.rglob('*')))} files in the output"
+
+    drill.types("--check-inputs by anyone", 0, "0 files in the output", by_anyone)
+    drill.types("stage, which admits first", 0, "staged", lambda: run.type(*stage))
+    drill.types("--check-inputs again", 0, "", lambda: run.type("--check-inputs"))
     drill.types("stage again", 2, "never overwritten", lambda: run.type(*stage))
     drill.types("G2 before training", 2, "full-fast is not done", lambda: run.start("g2-dev"))
 

@@ -9,6 +9,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from d2lib.files import Record
+from d2lib.params import RESCORED_ROUNDS, PilotDemands
 from d2lib.strict import read_yaml
 
 Job = Literal["full-fast", "g2-dev", "g2-legal", "g2-general", "g2-finish"]
@@ -36,6 +37,15 @@ class Solo(Record):
         return "CPU slot" if self.cpus is None else f"CPU slot on CPUs {', '.join(map(str, self.cpus))}"
 
 
+class AdmissionProfile(Record):
+    """What admission compares the pilot with, and how much it computes again (see d2lib.params.AdmissionParams)."""
+
+    demands: PilotDemands
+    rescored_rounds: int = Field(default=RESCORED_ROUNDS, ge=1)
+    parity_rounds: int = Field(default=100, ge=1)
+    replayed_sequences: int = Field(default=3, ge=0)
+
+
 class Profile(Record):
     """What the coordinator's command must know about its host; one YAML file, every key known."""
 
@@ -59,7 +69,6 @@ class Profile(Record):
     """Most resident memory of a job's whole process tree."""
     minimum_free_memory_gib: float = Field(ge=0)
     """Available host memory without which no job starts."""
-    minimum_free_card_memory_gib: float = Field(default=0.0, ge=0)
     grace_seconds: float = Field(gt=0)
     """From the request to stop to SIGKILL: what a job needs to reach a boundary and save it."""
     sample_seconds: float = Field(default=0.5, gt=0)
@@ -78,8 +87,11 @@ class Profile(Record):
     """Seconds between the training's checkpoints."""
     threads: int = Field(default=2, ge=1)
     """CPU threads of a job's arithmetic."""
-    recorded_cards: str | None = None
-    """Rehearsals only: a JSON file that stands in for NVML (see d2lib.coordinator.cards)."""
+    admission: AdmissionProfile
+    pins: str | None = None
+    """What is known of the inputs from outside of them: a YAML file of the source (see d2lib.train.pins)."""
+    policy: str | None = None
+    """Whose signatures the receipts need, every phase's: a YAML file of the source (see d2lib.evidence.sign)."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -36,3 +36,11 @@ def check_output(root: Path, receipt: Receipt, name: str) -> None:
     found = str(sha256_file(root / name))
     if found != record.sha256:
         raise Refused(f"{name} is not what {receipt.name} made", expected=record.sha256, found=found, where=root / name)
+
+
+def product(receipt: Receipt, label: str) -> str:
+    """The path from the run root of the output that a receipt names under a label; raises Refused without one."""
+    for output in receipt.outputs:
+        if output.label == label:
+            return output.path
+    raise Refused(f"the receipt of {receipt.name} names no {label}", where=f"{receipt.name}/attempt-{receipt.attempt}")

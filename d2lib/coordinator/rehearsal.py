@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,16 +18,17 @@ import yaml
 
 from d2lib.coordinator import sessions
 from d2lib.coordinator.children import clean_environment, run
-from d2lib.coordinator.contract import JOBS, K2_FLAGS, SUFFIX, Paths, Plan, git_command
+from d2lib.coordinator.contract import JOBS, K2_FLAGS, PROFILE, SUFFIX, Paths, Plan, git_command
 from d2lib.coordinator.lease import lock_path, read_holder
 from d2lib.coordinator.profile import Job, load_profile
 from d2lib.coordinator.receipts import done_receipt
 from d2lib.errors import Refused, Unexpected
 from d2lib.evidence.environment import COORDINATOR
+from d2lib.files import read_json
+from d2lib.params import PilotDemands
 
 WHO = "drill/coordinator"
 LOGGER = "drill-powerlog"
-PROFILE = "params/drill/coordinator.yaml"
 PATIENCE = 900.0
 """Seconds that any one step may take."""
 _NEEDED = ("d2lib", "notebooks", "params")
@@ -56,7 +58,7 @@ class Run:
         if who is not None:
             environment[COORDINATOR] = who
         done = subprocess.run(
-            [sys.executable, "-m", "d2lib.full_stage", *named, "--profile", str(self.source / PROFILE), *more],
+            [sys.executable, "-m", "d2lib.full_stage", *named, *more],
             cwd=self.source,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -150,8 +152,28 @@ def set_apart(places: dict[str, Path], folder: Path) -> dict[str, Path]:
     return places | moved
 
 
-def make_checkout(checkout: Path, folder: Path) -> str:
-    """A clean git checkout of the running tree with the drill's own profile; returns its commit."""
+def asked_of(pilot: Path) -> PilotDemands:
+    """What a run's pilot was asked for, from its receipt in the ledger: the drill's profile asks for the same."""
+    found = done_receipt(pilot, "pilot")
+    if found is None:
+        raise Refused("the run has no pilot", expected="a receipt of pilot with status done", where=pilot)
+    sequences = read_json(pilot / "assembly" / "MANIFEST.json")["sequences"]
+    return PilotDemands(
+        presented_blocks=found[1].parameters["presented_blocks"],
+        sample_size=found[1].parameters["sample_size"],
+        sequences=Counter(entry["split"] for entry in sequences),
+    )
+
+
+def pilots_threads(root: Path) -> int:
+    """The threads that a run's pilot computed with, which full training has to have; 1 where none are recorded."""
+    value = read_json(root / "pilot" / "receipt.json")
+    return int((value.get("arithmetic") or {}).get("threads", 1))
+
+
+def make_checkout(checkout: Path, folder: Path, demands: PilotDemands, threads: int = 1) -> str:
+    """A clean git checkout of the running tree with the drill's own profile in the place of the production's; returns
+    its commit."""
     folder.mkdir()
     for name in _tracked(checkout):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +193,8 @@ def make_checkout(checkout: Path, folder: Path) -> str:
         "sample_seconds": 0.2,
         "watch_seconds": 0.5,
         "save_every": 0.5,
-        "threads": 1,
+        "threads": threads,
+        "admission": {"demands": demands.model_dump(mode="json")},
     }
     (folder / PROFILE).parent.mkdir(parents=True, exist_ok=True)
     (folder / PROFILE).write_text(yaml.safe_dump(profile))

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2lib.coordinator.admit import admitted, check_namespace, check_read
-from d2lib.coordinator.contract import ADMITTED, INPUTS, Paths, Plan, absolute
+from d2lib.coordinator.contract import INPUTS, PROFILE, Paths, Plan, absolute
 from d2lib.coordinator.inputs import check_inputs_unchanged, record_inputs
 from d2lib.coordinator.profile import load_profile
-from d2lib.coordinator.receipts import done_receipt
+from d2lib.coordinator.receipts import check_output, done_receipt, product
 from d2lib.coordinator.source import (
     CAUSES,
     Tree,
@@ -34,6 +34,7 @@ from d2lib.coordinator.source import (
 from d2lib.errors import Refused
 from d2lib.evidence.environment import library_folder
 from d2lib.evidence.receipts import read_receipt
+from d2lib.evidence.sign import signatures_in_words
 from d2lib.files import (
     canonical_json,
     fsync_folder,
@@ -68,11 +69,17 @@ def reviewed_tree(plan: Plan) -> Tree:
 def stage(plan: Plan) -> str:
     """Make the snapshot, complete or not at all; returns the digest of STAGED.json.
 
+    A snapshot that an earlier attempt made, which ended before its receipt, is taken as it is when everything in it is
+    what would be staged now.
+
     Raises:
         Refused: the snapshot exists, the source is not the clean reviewed commit, the inputs are not admitted or
             changed since, or the archive differs from the commit.
     """
     snapshot = plan.paths.snapshot
+    if left_whole(plan):
+        revalidate(plan)
+        return str(sha256_file(plan.staged))
     refuse_existing(snapshot)
     if not snapshot.parent.is_dir():
         raise Refused("the snapshot's parent folder is missing", where=snapshot.parent, remedy="make it")
@@ -80,6 +87,7 @@ def stage(plan: Plan) -> str:
     check_namespace(plan)
     inputs = record_inputs(plan.paths.inputs)
     admission = admitted(plan, inputs)
+    check_known(plan, admission.content)
     working = snapshot.with_name(f".{snapshot.name}.{secrets.token_hex(6)}.part")
     try:
         working.mkdir(mode=0o700)
@@ -107,6 +115,7 @@ def stage(plan: Plan) -> str:
             "inputs": inputs,
             "admitted": {
                 "content": admission.content,
+                "path": admission.path,
                 "sha256": admission.sha256,
                 "receipt": admission.receipt,
                 "receipt_sha256": admission.receipt_sha256,
@@ -120,16 +129,49 @@ def stage(plan: Plan) -> str:
     return str(digest)
 
 
+def left_whole(plan: Plan) -> bool:
+    """Whether a snapshot is there with its STAGED.json, which is written last, and no receipt says who made it."""
+    return plan.staged.is_file() and done_receipt(plan.paths.output, "stage") is None
+
+
+def check_known(plan: Plan, content: Any) -> None:
+    """What was admitted is as the source's pins say, and its receipt is signed as the source's policy asks.
+
+    Args:
+        content: of admitted.json.
+
+    Raises:
+        Refused: names the pin that differs, or the signature that is missing.
+    """
+    from d2lib.train.pins import read_pins, source_commit  # when it is needed: the coordinator knows no arithmetic
+    from d2lib.train.recipe import from_receipt
+
+    known = plan.known(plan.paths.source)
+    if "pins" in known:
+        pins, where = read_pins(Path(known["pins"])), Path(known["pins"])
+        identities = content.get("identities", {})
+        pins.compare(
+            where,
+            assembly=plan.paths.assembly.name,
+            namespace=plan.paths.pilot_namespace,
+            manifest=identities.get("manifest"),
+            source_commit=source_commit(plan.paths.pilot_source),
+        )
+        pins.compare_recipe(where, from_receipt(content, where=where))
+    policy = Path(known["policy"]) if "policy" in known else None
+    signatures_in_words(plan.paths.output, policy, ("admission",))
+
+
 def plan_of(params: StageParams, output: Path) -> Plan:
     """The plan that a stage notebook's parameters describe.
 
     Args:
-        params: paths, commit, and the profile's path inside the source.
+        params: paths and commit; the profile is the source's own.
         output: the run root of the full run.
     """
     places = {name: absolute(getattr(params, name)) for name in ("source", "snapshot", *INPUTS)}
     paths = Paths(commit=params.commit, output=output, **places)
-    return Plan(paths, load_profile(paths.source / params.profile), params.profile)
+    return Plan(paths, load_profile(paths.source / PROFILE), PROFILE)
 
 
 def check_recorded(plan: Plan) -> str:
@@ -140,7 +182,7 @@ def check_recorded(plan: Plan) -> str:
             "no receipt says that the snapshot was staged",
             expected="a receipt of stage with status done",
             where=plan.paths.output,
-            remedy="remove the snapshot, which may be unfinished, and --execute --phase stage",
+            remedy="--execute --phase stage: it takes the snapshot that is there once it is checked",
         )
     path, receipt = found
     digest, recorded = str(sha256_file(plan.staged)), (receipt.result or {}).get("staged")
@@ -173,14 +215,38 @@ def revalidate(plan: Plan) -> dict[str, Any]:
     _check_staged_files(tree, staged, plan)
     inputs = check_inputs_unchanged(staged["inputs"], plan.paths.inputs)
     for what, name, expected in (
-        ("admitted.json", ADMITTED, staged["admitted"]["sha256"]),
+        ("admitted.json", staged["admitted"]["path"], staged["admitted"]["sha256"]),
         ("the admission's receipt", staged["admitted"]["receipt"], staged["admitted"]["receipt_sha256"]),
     ):
         found = str(sha256_file(plan.paths.output / name))
         if found != expected:
             raise Refused(f"{what} is not what was staged", expected=expected, found=found, where=name)
     check_read(plan, read_receipt(plan.paths.output / staged["admitted"]["receipt"]), inputs)
+    check_admitted_again(plan, staged["admitted"]["content"])
     return staged
+
+
+def check_admitted_again(plan: Plan, staged: Any) -> None:
+    """The newest admission, which the jobs' notebooks read, lets in what was staged; it may have been repeated since.
+
+    Raises:
+        Refused: its recipe or an identity is another.
+    """
+    found = done_receipt(plan.paths.output, "admission")
+    if found is None:
+        raise Refused("the staged admission is not in the ledger", where=plan.paths.output)
+    made = product(found[1], "admission")
+    check_output(plan.paths.output, found[1], made)
+    now = read_json(plan.paths.output / made)
+    for name in ("recipe", "identities"):
+        for field, before, after in differences(staged.get(name), now.get(name), name):
+            raise Refused(
+                f"the newest admission lets in another {field}",
+                expected=before,
+                found=after,
+                where=plan.paths.output / made,
+                remedy="another admission is another run: stage it with a snapshot and output of its own",
+            )
 
 
 def check_contract(plan: Plan, staged: Any) -> None:

@@ -203,6 +203,23 @@ class Phase(Generic[P]):
                 return read_receipt(path)
         raise Refused(f"{step} is not done", expected="a receipt with status done", where=self.root / LEDGER)
 
+    def product(self, step: str, label: str) -> Path:
+        """What the newest done attempt of an earlier step made under a label, declared as an input of that label.
+
+        Returns: the path to read.
+        Raises:
+            Refused: as `receipt`; or the receipt names no such output, or the file is not the one that it names.
+        """
+        receipt = self.receipt(step)
+        made = next((output for output in receipt.outputs if output.label == label), None)
+        if made is None:
+            raise Refused(f"the receipt of {step} names no {label}", where=f"{step}/attempt-{receipt.attempt}")
+        path = self.input(label, made.path)
+        found = self._inputs[label][1].sha256
+        if found != made.sha256:
+            raise Refused(f"{label} is not what {step} made", expected=made.sha256, found=found, where=path)
+        return path
+
     def record(self, result: Mapping[str, Any], verdict: Verdict | None = None) -> None:
         """Record the phase's one result, after hashing every input again.
 

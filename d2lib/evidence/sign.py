@@ -244,46 +244,61 @@ def check_envelope(
     return held, unknown
 
 
-def require_signatures(root: Path, policy: Policy, steps: Sequence[str]) -> dict[str, list[str]]:
-    """The newest done receipts of these steps carry the signatures that a policy asks for.
+def require_signatures(root: Path, policy: Policy, phases: Sequence[str]) -> dict[str, list[str]]:
+    """The newest done receipts of these phases, one of each job, carry the signatures that a policy asks for.
 
     Args:
         root: the run root.
-        steps: PHASE or PHASE-JOB; one that the policy does not name needs none.
+        phases: one that the policy does not name needs no signature.
 
-    Returns: step → ids of the policy's keys whose signatures hold.
+    Returns: PHASE or PHASE-JOB → ids of the policy's keys whose signatures hold.
     Raises:
         Refused: a signature is missing, does not hold, or is by a key that the policy does not list.
     """
     newest = {line.name: line for line in read_ledger(root) if line.status == "done"}
     found = {}
-    for step in steps:
-        needed = policy.phases.get(step)
-        if needed is None:
-            continue
-        line = newest.get(step)
-        if line is None:
-            raise Refused(f"{step} has no receipt that could be signed", where=root)
-        folder = root / step / f"attempt-{line.attempt}"
-        data = (folder / RECEIPT).read_bytes()
-        if str(sha256_bytes(data)) != line.receipt_json_sha256:
-            raise Refused("a receipt is not the one in the ledger", where=folder / RECEIPT)
-        receipt, path = parse_receipt(data, where=folder / RECEIPT), folder / SIGNATURE
-        held, unknown = check_envelope(path.read_bytes(), receipt, line, policy.by_id) if path.exists() else ((), ())
-        if unknown:
-            raise Refused(
-                "a receipt is signed with a key that the policy does not list", found=min(unknown), where=path
-            )
-        if not needed.met(held):
-            raise Refused(
-                f"{step} is not signed by whom the policy names",
-                expected=f"{needed.threshold} of {', '.join(needed.keys)}",
-                found=", ".join(sorted(held)) or "none of them",
-                where=path,
-                remedy=f"d2 sign {folder} --key KEY.pem",
-            )
-        found[step] = sorted(held)
+    for phase in phases:
+        lines = [line for line in newest.values() if line.phase == phase]
+        if not lines and phase in policy.phases:
+            raise Refused(f"{phase} has no receipt that could be signed", where=root)
+        for line in lines:
+            held = _signed(root, policy, line)
+            if held is not None:
+                found[line.name] = held
     return found
+
+
+def _signed(root: Path, policy: Policy, line: LedgerLine) -> list[str] | None:
+    """The keys that signed a line's receipt as the policy asks, or None where it asks for none; raises Refused."""
+    folder = root / line.name / f"attempt-{line.attempt}"
+    data = (folder / RECEIPT).read_bytes()
+    if str(sha256_bytes(data)) != line.receipt_json_sha256:
+        raise Refused("a receipt is not the one in the ledger", where=folder / RECEIPT)
+    receipt, path = parse_receipt(data, where=folder / RECEIPT), folder / SIGNATURE
+    needed = policy.requirement(receipt)
+    if needed is None:
+        return None
+    held, unknown = check_envelope(path.read_bytes(), receipt, line, policy.by_id) if path.exists() else ((), ())
+    if unknown:
+        raise Refused("a receipt is signed with a key that the policy does not list", found=min(unknown), where=path)
+    if not needed.met(held):
+        raise Refused(
+            f"{line.name} is not signed by whom the policy names",
+            expected=f"{needed.threshold} of {', '.join(needed.keys)}",
+            found=", ".join(sorted(held)) or "none of them",
+            where=path,
+            remedy=f"d2 sign {folder} --key KEY.pem",
+        )
+    return sorted(held)
+
+
+def signatures_in_words(root: Path, policy: Path | None, phases: Sequence[str]) -> str:
+    """`require_signatures` by a policy's file, where there is one, and what was found as one line for a page."""
+    if policy is None:
+        return "no policy is given, so no signature is required"
+    signed = require_signatures(root, read_policy(policy), phases)
+    text = "; ".join(f"{step} by {', '.join(key[:12] for key in keys)}" for step, keys in signed.items())
+    return f"signed: {text}" if text else f"the policy asks for no signature of {', '.join(phases)}"
 
 
 def _strict_envelope(data: bytes) -> dict[str, Any]:

@@ -195,7 +195,6 @@ def _next(root: Path, step: Step, known: Mapping[str, _Known], params: Path, not
 def full_flags(root: Path, staged: Receipt) -> str:
     """The flags with which a full run was staged, for the shell."""
     given = {name: value for name, value in staged.parameters.items() if name not in ("run", "profile")}
-    given["profile"] = str(Path(given["source"], staged.parameters["profile"]))
     named = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     return shlex.join([*named, "--output", str(root)])
 

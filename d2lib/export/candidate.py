@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from d2lib.data.assembly import SCORED
+from d2lib.data.manifest import Manifest
 from d2lib.drafter.config import DrafterConfig, load_config
 from d2lib.drafter.lora import Adapter
 from d2lib.drafter.weights import Weights, load_weights
@@ -24,6 +25,7 @@ from d2lib.files import inside, read_json, sha256_file
 from d2lib.gates.g2 import G2, SplitPart, bind
 from d2lib.gates.gate import validated
 from d2lib.gates.journal import ScoredSplit
+from d2lib.strict import differences
 from d2lib.train.full import NAME, Admitted
 from d2lib.train.loop import finished
 from d2lib.train.recipe import Recipe
@@ -63,6 +65,13 @@ class Candidate:
     def rank(self) -> int:
         """The LoRA rank, and alpha."""
         return self.recipe.rank
+
+    @property
+    def target(self) -> dict[str, str]:
+        """What the captured model was, from the manifest that the verdict names."""
+        path = _input(self, self.train, "assembly") / "MANIFEST.json"
+        _same(path, self.g2.identities.manifest, "the manifest", self.run)
+        return Manifest.load(path).target
 
     def native(self) -> Weights:
         """The native drafter's weights, hashed again; fp32."""
@@ -160,8 +169,15 @@ def _training(run: Path, lines: Iterable[LedgerLine], g2: G2) -> tuple[Entry, Pa
 def _admitted(run: Path, finish: Entry, train: Entry, g2: G2) -> Admitted:
     """The admission of training and verdict, which must name the same digests as the verdict."""
     path = _checked(run, _one(finish, "admission", finish.receipt.inputs))
-    _same(path, _one(train, "admission", train.receipt.inputs).sha256, "the admission that was trained on", run)
     admitted = Admitted(path)
+    trained_on = Admitted(_checked(run, _one(train, "admission", train.receipt.inputs)))
+    if trained_on.identities != admitted.identities:  # admission may be repeated; what it lets in stays the same
+        raise Refused(
+            "training and verdict are not on the same admission",
+            expected="the same recipe and identities",
+            found=", ".join(field for field, *_ in differences(admitted.identities, trained_on.identities)),
+            where=path,
+        )
     for name in ("namespace", "manifest", "native", "drafter", "pilot", "recipe"):
         if admitted.identities.get(name) != getattr(g2.identities, name):
             raise Refused(

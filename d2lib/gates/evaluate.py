@@ -54,16 +54,15 @@ def evaluate_split(
 
     Raises:
         Refused: SPLIT.json exists and its journal is not whole or gives another one, or the journal was begun under
-            other identities.
+            other identities or on another machine.
         Interrupted: stopped on request; completed requests are kept.
     """
     final = out / f"{split}.json"
     k2 = assembly.k2(split)
-    contract = Contract.from_k2(k2, assembly.manifest, split, identities)
     population = k2.population(assembly.manifest, split)
     blocks = assembly.blocks(split)
     first = next(iter(population))
-    weights, adapter = ({n: t.to(device) for n, t in tensors.items()} for tensors in (assembly.weights, adapter))
+    weights, adapter = assembly.load_weights(device), {name: t.to(device) for name, t in adapter.items()}
     scorer = Scorer(
         {
             "baseline": reference_drafter(assembly.config, weights),
@@ -71,6 +70,7 @@ def evaluate_split(
         },
         blocks.rounds_batch(first, population[first][:PROBE_ROUNDS]),
     )
+    contract = Contract.from_k2(k2, assembly.manifest, split, identities, scorer.computation)
     with Journal.open(out / f"{split}.requests", contract) as journal:
         reused = len(journal.completed)
         if journal.pending and os.path.lexists(final):

@@ -248,6 +248,32 @@ def bind(parts: Mapping[str, Any]) -> G2:
     )
 
 
+def check_admitted(g2: G2, parts: Mapping[ScoredSplit, SplitPart], admitted: Mapping[str, str], adapter: str) -> None:
+    """The verdict is on what was admitted and trained.
+
+    Args:
+        g2, parts: the verdict and the parts that it binds.
+        admitted: the admission's identities: namespace, manifest, native, drafter, pilot, recipe, k2_SPLIT.
+        adapter: digest of the completed adapter's file.
+
+    Raises:
+        Refused: names the identity that differs.
+    """
+    expected = {name: admitted.get(name) for name in ("namespace", "manifest", "native", "drafter", "pilot", "recipe")}
+    found = {name: getattr(g2.identities, name) for name in (*expected, "adapter")}
+    expected["adapter"] = adapter
+    for split, part in parts.items():
+        expected[f"k2_{split}"], found[f"k2_{split}"] = admitted.get(f"k2_{split}"), part.contract.k2
+    for name, value in expected.items():
+        if found[name] != value:
+            raise Refused(
+                f"the verdict is not on what was admitted and trained: {name} differs",
+                expected=value or "an admitted one",
+                found=found[name],
+                where="g2.json",
+            )
+
+
 def _sound(score: RequestScore) -> RequestScore:
     """The score, checked again, however it was made."""
     return validated(RequestScore, score.model_dump(warnings=False), score.request)

@@ -56,6 +56,17 @@ class Identities(Record):
     """The d2lib that scores."""
 
 
+class Computation(Record):
+    """How scores were computed: what decides their last bits besides the arithmetic itself."""
+
+    torch: str = Field(min_length=1)
+    """Version with its build, e.g. 2.13.0+cpu."""
+    device: str = Field(min_length=1)
+    """Kind and model."""
+    batched: bool
+    """Whether rounds went together (see d2lib.gates.scoring.Scorer)."""
+
+
 class RequestPopulation(Record):
     """One request's complete rounds: how many, and the digest of their anchors in order."""
 
@@ -64,13 +75,16 @@ class RequestPopulation(Record):
 
 
 class Contract(Record):
-    """What a journal's scores are scores of. The population comes from the manifest and the K2 file alone."""
+    """What a journal's scores are scores of, and how they were computed. The population comes from the manifest and the
+    K2 file alone. The three splits of a run may be computed differently, on two cards say; one split may not."""
 
     schema_version: Literal[1] = 1
     split: ScoredSplit
     block_size: int = Field(gt=0)
     k2: str = digest_field()
     identities: Identities
+    computation: Computation | None = None
+    """None in parts of earlier versions only."""
     population: dict[str, RequestPopulation] = Field(min_length=1)
 
     @classmethod
@@ -81,6 +95,7 @@ class Contract(Record):
         k2: str,
         identities: Identities,
         population: Mapping[str, Sequence[int]],
+        computation: Computation | None = None,
     ) -> Contract:
         """The contract over a population request → anchors; raises Refused for a request without complete rounds."""
         for request, anchors in population.items():
@@ -95,6 +110,7 @@ class Contract(Record):
             block_size=block_size,
             k2=k2,
             identities=identities,
+            computation=computation,
             population={
                 request: RequestPopulation(rounds=len(anchors), anchors=anchors_digest(anchors))
                 for request, anchors in sorted(population.items())
@@ -102,10 +118,18 @@ class Contract(Record):
         )
 
     @classmethod
-    def from_k2(cls, k2: K2File, manifest: Manifest, split: ScoredSplit, identities: Identities) -> Contract:
+    def from_k2(
+        cls,
+        k2: K2File,
+        manifest: Manifest,
+        split: ScoredSplit,
+        identities: Identities,
+        computation: Computation | None = None,
+    ) -> Contract:
         """The contract over a split's whole population: every request of the manifest, every complete round of the K2
         file. There is no other source of these counts. Raises Refused when the file does not cover the split."""
-        return cls.of(split, k2.header.block_size, str(k2.sha256), identities, k2.population(manifest, split))
+        population = k2.population(manifest, split)
+        return cls.of(split, k2.header.block_size, str(k2.sha256), identities, population, computation)
 
     def check(self, score: RequestScore) -> None:
         """Refuse a score that is not of one of this population's requests, over exactly its rounds, with K slots."""

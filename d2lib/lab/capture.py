@@ -273,7 +273,6 @@ def _describe(
         "provenance.json",
         {
             "schema_version": 1,
-            "synthetic": False,
             "namespace": profile.namespace,
             "profile": profile.model_dump(mode="json", exclude_none=True),
             "versions": {

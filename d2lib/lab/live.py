@@ -30,9 +30,9 @@ from d2lib.drafter.family import reference_drafter
 from d2lib.drafter.reference import Reference
 from d2lib.errors import Interrupted, Refused
 from d2lib.gates.evaluate import PROBE_ROUNDS
+from d2lib.gates.parity import MARGIN
 from d2lib.gates.scoring import Scorer
 from d2lib.lab.model import LanguageModel, load_model
-from d2lib.lab.parity import MARGIN
 from d2lib.lab.replay import canonical_rows
 
 TIE = 1e-5

@@ -7,7 +7,7 @@ the same bits again, however many threads it otherwise uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import get_args
 
@@ -19,7 +19,7 @@ from d2lib.data.manifest import Manifest, Split
 from d2lib.data.sidecar import TOP, Sidecar, TensorName
 from d2lib.drafter.kernels import one_thread
 from d2lib.drafter.reference import teacher_logits
-from d2lib.lab.model import LanguageModel
+from d2lib.lab.model import LanguageModel, load_model
 
 _BITS = {2: torch.int16, 4: torch.int32}
 
@@ -61,15 +61,17 @@ def replay_rows(
     folder: Path,
     split: Split,
     *,
+    only: Collection[str] | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> list[CheckRow]:
     """G1(b): run the target again on a split's stored tokens and compare bit for bit; one check per stored tensor.
 
     Args:
         folder: the manifest's folder.
+        only: of the split's sequences, these; by default all.
         progress: called with the rows of each sequence that was replayed.
     """
-    entries = manifest.split(split)
+    entries = [entry for entry in manifest.split(split) if only is None or entry.id in only]
     problems: dict[TensorName, list[str]] = {name: [] for name in get_args(TensorName) if name != "tokens"}
     for entry in entries:
         sidecar = Sidecar.open(folder, entry, manifest)
@@ -91,6 +93,11 @@ def replay_rows(
         )
         for name, found in problems.items()
     ]
+
+
+def replay_again(folder: Path, manifest: Manifest, sequences: Collection[str]) -> list[CheckRow]:
+    """`replay_rows` of some sequences of dev, with the assembly's own target, for admission."""
+    return replay_rows(load_model(folder), manifest, folder, "dev", only=sequences)
 
 
 def _difference(stored: Tensor, again: Tensor) -> str | None:

@@ -44,7 +44,7 @@ class Blocks(Protocol):
 
 @dataclass(frozen=True)
 class TrainResult:
-    """A finished run: the adapter, its file, updates, seconds, and the metrics by column.
+    """A finished run: the adapter, its file, updates, seconds, the metrics by column, and what it is bound to.
 
     Seconds are those of all attempts, from the boundary of the last update; 0 where that is gone.
     """
@@ -56,6 +56,7 @@ class TrainResult:
     seconds_per_update: float
     metrics: Mapping[str, Tensor]
     initialization: Hashed
+    bound: Mapping[str, Any]
 
 
 def train(
@@ -121,10 +122,8 @@ def train(
             "run": name,
             "recipe": recipe.model_dump(),
             "backend": backend,
-            "precision": precision,
+            **arithmetic(precision, device, torch.get_num_threads()),
             "device": device,
-            "threads": torch.get_num_threads(),
-            "torch": str(torch.__version__),
             "blocks": len(blocks),
             "total": total,
             "initialization": str(initialization),
@@ -160,6 +159,12 @@ def train(
             checkpoint.save(boundary, state)
         checkpoint.save(final, replace(state, seconds=0.0))
     return finished(final, config)
+
+
+def arithmetic(precision: Precision, device: str, threads: int) -> dict[str, Any]:
+    """What decides a training's last bits beside its code, as a pilot's receipt records it."""
+    kind = torch.device(device).type
+    return {"precision": precision, "device": kind, "threads": threads, "torch": str(torch.__version__)}
 
 
 def finished(path: Path, config: DrafterConfig, bound: Mapping[str, Any] | None = None) -> TrainResult:
@@ -200,6 +205,7 @@ def finished(path: Path, config: DrafterConfig, bound: Mapping[str, Any] | None 
         seconds_per_update=seconds / state.update,
         metrics=state.metrics,
         initialization=Hashed.parse(state.identity["initialization"]),
+        bound=state.identity,
     )
 
 

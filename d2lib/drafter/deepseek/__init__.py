@@ -1,7 +1,9 @@
 """The drafter of DeepSeek-V4 and V4.1: stages of multi-query attention and experts over hyper-connected streams."""
 
+from d2lib.drafter.deepseek.card import inspect
 from d2lib.drafter.deepseek.config import DeepseekConfig
-from d2lib.drafter.deepseek.fast import DeepseekFast
+from d2lib.drafter.deepseek.fast import DeepseekFast, activations
+from d2lib.drafter.deepseek.notes import NOTES
 from d2lib.drafter.deepseek.reference import DeepseekReference
 from d2lib.drafter.deepseek.weights import EMBED, HEAD, fresh, lora_targets, projections, shapes
 from d2lib.drafter.family import Family
@@ -16,4 +18,7 @@ FAMILY = Family(
     projections=projections,
     reference=DeepseekReference,
     fast=DeepseekFast,
+    activations=activations,
+    notes=NOTES,
+    inspect=inspect,
 )

@@ -18,11 +18,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from d2lib.drafter.deepseek.config import DeepseekConfig
+from d2lib.drafter.headers import INDEX, weight_map
 from d2lib.drafter.weights import MAPPED, Weights, check_weights, expected_shapes
 from d2lib.errors import Refused
-from d2lib.files import inside, read_json
-
-INDEX = "model.safetensors.index.json"
+from d2lib.files import inside
 
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 _FP4_COLUMNS = 32
@@ -201,12 +200,3 @@ def _powers(scale: Tensor, name: str) -> Tensor:
 def _expect(what: str, found: torch.Size, shape: tuple[int, ...]) -> None:
     if tuple(found) != shape:
         raise Refused("a stored tensor has a wrong shape", expected=list(shape), found=list(found), where=what)
-
-
-def weight_map(path: Path) -> dict[str, str]:
-    """A release's index: tensor → shard; raises Refused when the file is none."""
-    index = read_json(path)
-    placed = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(placed, dict) or not all(isinstance(shard, str) for shard in placed.values()):
-        raise Refused("not a safetensors index", expected="weight_map: tensor name → shard", where=path)
-    return placed

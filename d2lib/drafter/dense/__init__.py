@@ -1,7 +1,9 @@
 """Dense drafters: DSpark and DFlash with Qwen3-style blocks over a target's hidden states."""
 
-from d2lib.drafter.dense.config import DenseConfig, lora_targets, shapes
-from d2lib.drafter.dense.fast import DenseFast
+from d2lib.drafter.dense.card import inspect
+from d2lib.drafter.dense.config import DenseConfig, lora_targets, peft_modules, shapes
+from d2lib.drafter.dense.fast import DenseFast, activations
+from d2lib.drafter.dense.notes import NOTES
 from d2lib.drafter.dense.reference import DenseReference
 from d2lib.drafter.dense.weights import EMBED, HEAD, fresh, projections
 from d2lib.drafter.family import Family
@@ -16,4 +18,8 @@ FAMILY = Family(
     projections=projections,
     reference=DenseReference,
     fast=DenseFast,
+    activations=activations,
+    peft_modules=peft_modules,
+    notes=NOTES,
+    inspect=inspect,
 )

@@ -44,8 +44,9 @@ class Reason:
 
     def refused(self, source: Source) -> Refused:
         """The reason as an error."""
-        where = f"{source.folder / CONFIG}: {self.field}"
-        return Refused(self.why, expected=self.expected, found=self.found, where=where, remedy=self.remedy)
+        where = f"{source.config}: {self.field}"
+        found = "nothing" if self.found is None else self.found
+        return Refused(self.why, expected=self.expected, found=found, where=where, remedy=self.remedy)
 
 
 Check = Callable[[Source], Iterator[Found]]
@@ -71,8 +72,10 @@ def _same_place(one: str, other: str) -> bool:
 
 
 def _configuration(source: Source) -> tuple[DenseConfig | None, list[Reason]]:
+    fields = read_fields(source)
+    fields |= dict.fromkeys(_STATED.keys() - fields.keys())  # a default of DenseConfig's must not stand in for these
     try:
-        return DenseConfig.model_validate(read_fields(source)), []
+        return DenseConfig.model_validate(fields), []
     except ValidationError as error:
         return None, [reason for entry in error.errors() for reason in _wrong_fields(source, entry)]
 
@@ -90,7 +93,7 @@ def _wrong_fields(source: Source, entry: Any) -> Iterator[Reason]:
     place = ".".join([place_of(source, field), *(names.get(part, part) for part in rest)])
     if entry["type"] == "missing":
         expected = _MISSING.get(field, "a value")
-        yield Reason("a field is missing whose default sources disagree on", place, "nothing", expected, _WRITE_IT)
+        yield Reason(_UNSTATED, place, "nothing", expected, _WRITE_IT)
     else:
         yield Reason("a field is wrong", place, entry.get("input"), entry["msg"], _TAKE_ANOTHER)
 
@@ -100,6 +103,7 @@ def _stored(source: Source, field: str) -> object:
 
 
 _TAKE_ANOTHER = "mend the field if it was written wrongly; weights trained so cannot be taken"
+_UNSTATED = "a field is missing whose default sources disagree on"
 _WRITE_IT = f"add the field to {CONFIG}, as the drafter was trained"
 _MISSING = {
     "head_dim": "the channels of a head: 128 in Qwen3's class, hidden_size / heads elsewhere",
@@ -107,8 +111,6 @@ _MISSING = {
     "layout": "whether the anchor's row drafts slot 0: sample_from_anchor true or false",
     "mask_token_id": "the token id of the rows to be drafted",
     "target_layer_ids": "the tapped layers of the target",
-    "markov_head_type": "vanilla, gated or rnn",
-    "confidence_with_markov": "whether the confidence head reads the Markov embedding: true or false",
     "max_position_embeddings": "the positions that yarn's frequencies were made for",
 }
 
@@ -140,10 +142,10 @@ _OWN_MASK = ("mask_embedding", "mask_embedding.weight")
 def _vocabulary(source: Source) -> Iterator[Found]:
     size = source.sizes.get("vocab_size")
     place = source.size_place("vocab_size")
-    if source.target is not None and size is not None and size != source.target.vocab_size:
+    if source.target is not None and type(size) is int and size != source.target.vocab_size:
         yield Found(place, size, f"the target's {source.target.vocab_size}")
-    draft = source.own("draft_vocab_size")
-    if draft is not None and size is not None and draft != size:
+    draft = source.own("draft_vocab_size", _SPECULATORS_VOCABULARY if source.store == "speculators" else size)
+    if size is not None and draft != size:
         yield Found("draft_vocab_size", draft, f"all {size} tokens")
     for name in VOCABULARY_MAPS:
         tensor = source.dropped.get(name) or source.tensors.get(name)
@@ -151,12 +153,15 @@ def _vocabulary(source: Source) -> Iterator[Found]:
             yield Found(name, list(tensor.shape), f"one row for each of {size} tokens")
 
 
+_SPECULATORS_VOCABULARY = 32000  # its class's default where the field is absent
+
+
 def _width(source: Source) -> Iterator[Found]:
     dim, taps = source.sizes.get("hidden_size"), source.own(taps_name(source.store))
     stated = source.own("target_hidden_size")
     if stated is not None and stated != dim:
         yield Found("target_hidden_size", stated, dim)
-    if source.target is not None and dim is not None and dim != source.target.dim:
+    if source.target is not None and type(dim) is int and dim != source.target.dim:
         yield Found(source.size_place("hidden_size"), dim, f"the target's {source.target.dim}")
     fc = source.tensors.get("fc.weight")
     if fc is not None and type(dim) is int and isinstance(taps, list) and fc.shape != (dim, len(taps) * dim):
@@ -179,6 +184,9 @@ def _backbone(source: Source) -> Iterator[Found]:
 def _rope(source: Source) -> Iterator[Found]:
     rope = rope_fields(source)
     place = rope_place(source)
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(source.sizes.get(name, {}), dict | None):
+            yield Found(source.size_place(name), source.sizes[name], "an object of the rope's fields")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE:
         yield Found(f"{place}.rope_type", kind, " or ".join(ROPE))
@@ -254,7 +262,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "logits_scaling": (None, 1),
     "output_multiplier": (None, 1),
     "output_multiplier_scale": (None, 1),
-    "logits_mup": (None, False, 1),
+    "logits_mup": (None, False),
     "final_logit_softcapping": (None, 0),
     "logit_softcapping": (None, 0),
     "logits_soft_cap": (None, 0),
@@ -297,6 +305,19 @@ _TARGET_NEUTRAL = {
         "logits_soft_cap",
     )
 } | {"lm_head_multiplier": (None, 1)}
+
+
+def _unstated(source: Source) -> Iterator[Found]:
+    for field in _STATED.keys() - read_fields(source).keys():
+        yield Found(place_of(source, field), "nothing", _STATED[field])
+
+
+_STATED = {
+    "markov_rank": "the Markov head's inner width, or 0",
+    "markov_head_type": "vanilla, gated or rnn",
+    "confidence_with_markov": "whether the confidence head reads the Markov embedding: true or false",
+}
+"""Fields of the heads that the layouts' trainers have unlike defaults for."""
 
 
 def _twice(source: Source) -> Iterator[Found]:
@@ -393,6 +414,7 @@ _TABLE: tuple[tuple[Check, str, str], ...] = (
         "the target's logits are not its head times its hidden rows, so no teacher can be made of these",
         "take a target whose logits are neither scaled nor capped nor rotated",
     ),
+    (_unstated, _UNSTATED, _WRITE_IT),
     (_twice, "two fields say different things", "keep the one as the drafter was trained"),
     (
         _layout,

@@ -20,6 +20,9 @@ from d2lib.files import read_json
 Store: TypeAlias = Literal["deepspec", "specforge", "speculators"]
 """A layout of files, by the trainer that writes it."""
 
+KEYS = ("speculators_model_type", "dflash_config", "target_layer_ids")
+"""The fields by which a layout is known, in the order in which they are looked for."""
+
 SIZES_OF_SPECULATORS = "transformer_layer_config"
 DRAFT_OF_SPECFORGE = "dflash_config"
 
@@ -33,11 +36,12 @@ VOCABULARY_MAPS = ("d2t", "t2d")
 class Source:
     """A dense drafter's folder by its config.json and headers; no value is read.
 
-    fields: config.json. tensors: by our names. dropped: the target's tensors that the layout stores too, and vocabulary
-    maps. target: None where none is at hand.
+    config: where the fields lie. tensors: by our names. dropped: the target's tensors that the layout stores too, and
+    vocabulary maps. target: None where none is at hand.
     """
 
     folder: Path
+    config: Path
     store: Store
     fields: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
@@ -68,20 +72,22 @@ class Source:
         return f"{SIZES_OF_SPECULATORS}.{name}" if self.store == "speculators" else name
 
 
-def open_source(folder: Path, target: Path | None = None) -> Source:
+def open_source(folder: Path, target: Path | None = None, config: Path | None = None) -> Source:
     """The dense drafter in a folder.
 
     Args:
         folder: holds config.json and model.safetensors, or its index and shards.
         target: the folder of the target that it drafts for.
+        config: another file in place of config.json.
 
     Raises:
         Refused: no layout that is known, or more than one; or weights that are damaged or stand there twice.
     """
-    fields = read_json(folder / CONFIG)
+    config = config or folder / CONFIG
+    fields = read_json(config)
     if not isinstance(fields, dict):
-        raise Refused("not a drafter's configuration", expected="a JSON object", where=folder / CONFIG)
-    store = recognise(fields, folder / CONFIG)
+        raise Refused("not a drafter's configuration", expected="a JSON object", where=config)
+    store = recognise(fields, config)
     tensors: dict[str, StoredTensor] = {}
     for stored in read_folder_headers(folder).values():
         name = our_name(stored.name, store)
@@ -96,7 +102,7 @@ def open_source(folder: Path, target: Path | None = None) -> Source:
         tensors[name] = stored
     unused = (*_TARGETS_COPIES, *VOCABULARY_MAPS) if store == "speculators" else ()
     dropped = {name: tensors.pop(name) for name in unused if name in tensors}
-    return Source(folder, store, fields, tensors, dropped, None if target is None else read_target(target))
+    return Source(folder, config, store, fields, tensors, dropped, None if target is None else read_target(target))
 
 
 def recognise(fields: Mapping[str, Any], where: object = None) -> Store:
@@ -118,7 +124,7 @@ def recognise(fields: Mapping[str, Any], where: object = None) -> Store:
         return "deepspec"
     raise Refused(
         "not a dense drafter's configuration",
-        expected=f"speculators_model_type, {DRAFT_OF_SPECFORGE} or target_layer_ids",
+        expected=" or ".join(KEYS),
         found=", ".join(sorted(fields)[:8]) or "no fields",
         where=where,
         remedy="name the folder of the drafter, not of the target",
