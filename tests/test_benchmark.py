@@ -13,8 +13,9 @@ from d2lib.benchmark import measure
 from d2lib.benchmark.cases import drafter_config, random_adapter, random_blocks, random_weights
 from d2lib.benchmark.drafting import BF16_TOLERANCE, TOLERANCES, fast_update, measure_update, reference_update, slope
 from d2lib.benchmark.head import LOSSES, HeadCase
-from d2lib.benchmark.measure import Peak, Place, Row, in_child, medians
+from d2lib.benchmark.measure import Place, Row, in_child, medians
 from d2lib.benchmark.threads import rates
+from d2lib.benchmark.turns import Peak
 from d2lib.drafter.family import fast_drafter, reference_drafter
 from d2lib.errors import Unexpected
 
@@ -80,7 +81,7 @@ def test_both_sides_of_an_update_compute_the_same(stretch: int) -> None:
 
 def test_in_bf16_only_the_tolerances_are_bounds() -> None:
     sizes = {"dim": 32, "vocab_size": 64, "window": 8, "n_heads": 2, "q_lora_rank": 8, "o_lora_rank": 4}
-    rows = measure_update(blocks=8, repeats=1, place=Place.of("cpu", "bf16"), **sizes)
+    rows = measure_update(drafter_config(**sizes), blocks=8, repeats=1, place=Place.of("cpu", "bf16"))
     speed = [row for row in rows if row.unit == "times faster"]
     errors = [row for row in rows if row.unit == "relative error"]
     assert [row.met for row in speed] == [None, None]
