@@ -1,8 +1,7 @@
 # make demo   the whole chain on a case made on the spot, to a verdict
 # make smollm2   the same on a real language model, SmolLM2-135M-Instruct, and a live check of what came out
 # make test   everything that CI checks
-# Elsewhere than in a CPU-only index, a CPU build of torch needs:
-#   make demo PIP_INSTALL='--extra-index-url https://download.pytorch.org/whl/cpu'
+# Without an NVIDIA driver torch's CPU build is installed; PIP_INSTALL='...' gives pip options of your own.
 PYTHON ?= python3
 PIP_INSTALL ?=
 VENV := .venv
@@ -12,10 +11,7 @@ BIN := $(VENV)/bin
 install: $(VENV)/installed
 
 $(VENV)/installed: requirements.lock pyproject.toml
-	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else f"Python 3.11 to 3.13 is needed, found {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_INSTALL) -r requirements.lock
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(PYTHON) install.py $(VENV) $(PIP_INSTALL)
 	touch $@
 
 demo: install
@@ -42,9 +38,10 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The coordinator's drill runs on the fixture. The site's pages are also opened in Chromium where there is one, with npm to fetch what drives it.
+# The coordinator's drill runs on the fixture. The site's pages are also opened in Chromium where there is one, with npm to
+# fetch what drives it; where npm's registry cannot be reached those tests are skipped, but not where CI is set.
 test: lint fixture
-	! command -v npm >/dev/null || npm ci --prefix tests/browser --no-audit --no-fund
+	@tests/browser/install.sh
 	$(BIN)/python -m pytest
 	$(BIN)/d2 drill runs/fixture
 	$(BIN)/python -m pytest --nbval-lax --nbval-current-env notebooks

@@ -59,6 +59,8 @@ class G1Params(AssemblyParams):
     """g1: integrity of every split, exact replay of dev, K2 coverage, parity with the live drafts."""
 
     threads: int = Field(default=2, ge=1)
+    device: str = "cpu"
+    """What drafts again; the replay is the CPU's, whose bits are stored."""
 
 
 class PilotParams(AssemblyParams):
@@ -73,6 +75,9 @@ class PilotParams(AssemblyParams):
     presented_blocks: int = Field(default=20_352, ge=1)
     sample_size: int = Field(default=1000, ge=1)
     threads: int = Field(default=2, ge=1)
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the FAST arm's large products. Full training has to have the pilot's precision, device, torch and threads."""
+    device: str = "cpu"
 
 
 class CostSheetParams(PhaseParams):

@@ -12,7 +12,7 @@ from torch import Tensor
 from d2lib.data.k2 import K2Header, K2Round, leading_matches, write_k2
 from d2lib.data.manifest import FileEntry, Manifest, SequenceEntry, Split
 from d2lib.data.sidecar import write_sidecar
-from d2lib.drafter.deepseek.config import DeepseekConfig
+from d2lib.drafter.config import DrafterConfig
 
 NAMESPACE = "tiny"
 LENGTHS: dict[Split, list[int]] = {
@@ -26,7 +26,7 @@ GEN_START = 12
 
 def write_dataset(
     folder: Path,
-    config: DeepseekConfig,
+    config: DrafterConfig,
     *,
     head: Tensor | None = None,
     lengths: Mapping[Split, Sequence[int]] = LENGTHS,

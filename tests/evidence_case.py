@@ -23,8 +23,15 @@ from d2lib.files import canonical_json
 BEGIN = """from d2lib.evidence.phase import Phase
 from d2lib.params import {schema}
 phase = Phase.begin("{phase}", {schema}, globals())"""
-SCHEMAS = {"cost_sheet": "CostSheetParams", "finish": "FinishParams", "g2": "G2Params", "train": "TrainParams"}
+SCHEMAS = {
+    "admission": "AdmissionParams",
+    "cost_sheet": "CostSheetParams",
+    "finish": "FinishParams",
+    "g2": "G2Params",
+    "train": "TrainParams",
+}
 DEFAULTS = {
+    "admission": "run = 'runs/demo'",
     "cost_sheet": "run = 'runs/demo'\ninputs = {}",
     "finish": "run = 'runs/demo'",
     "g2": "run = 'runs/demo'\nsplit = 'dev'",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from d2lib.gates.g2 import SplitPart, build_part
-from d2lib.gates.journal import Contract, Identities, ScoredSplit
+from d2lib.gates.journal import Computation, Contract, Identities, ScoredSplit
 from d2lib.gates.request import RequestScore
 
 K = 5
 ROUNDS = 40
+COMPUTATION = Computation(torch="2.13.0+cpu", device="cpu, a processor, AVX2", batched=True)
 REQUESTS: dict[ScoredSplit, int] = {"heldout_legal": 20, "dev": 30, "heldout_general": 10}
 
 
@@ -45,7 +46,8 @@ def names(split: ScoredSplit, count: int | None = None) -> list[str]:
 
 
 def contract(split: ScoredSplit, count: int | None = None, **changed: str) -> Contract:
-    return Contract.of(split, K, digest("c"), identities(**changed), {n: anchors() for n in names(split, count)})
+    population = {n: anchors() for n in names(split, count)}
+    return Contract.of(split, K, digest("c"), identities(**changed), population, COMPUTATION)
 
 
 def scores(split: ScoredSplit, plus: int = 8, count: int | None = None) -> list[RequestScore]:

@@ -17,18 +17,24 @@ import psutil
 import pytest
 import yaml
 from coordinator_case import LIBRARY, PROFILE, is_gone, private_tmux, tmux, wait_until
+from recorded_cards import RecordedCards
 
-from d2lib.coordinator.cards import NvmlCards, RecordedCards, find_card
+from d2lib.benchmark.cases import drafter_config
+from d2lib.coordinator.cards import NvmlCards, find_card
 from d2lib.coordinator.children import NoAnswer
+from d2lib.coordinator.conditions import card_memory
 from d2lib.coordinator.lease import check_free, hold
 from d2lib.coordinator.locked import job_environment, judge
 from d2lib.coordinator.processes import Usage, reap, usage
 from d2lib.coordinator.swap import SwapRule, computing, find_scope, own_swap_limit
 from d2lib.coordinator.watch import Watch
+from d2lib.data.manifest import FileEntry, Manifest, SequenceEntry
 from d2lib.errors import Refused
+from d2lib.train.memory import training_bytes
 
 CARD = "GPU-240876ad-1111-2222-3333-444444444444"
 STAMP = r"^20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ full-fast "
+DIGEST = "sha256:" + 64 * "0"
 OTHER = "GPU-bc62df2a-1111-2222-3333-444444444444"
 
 
@@ -178,16 +184,17 @@ def recorded(folder: Path, watts: float = 225.0, free: int = 1 << 34, pids: tupl
 
 def card_runner(folder: Path, **profile: Any) -> Runner:
     solos = {"slot-a": {"card": "GPU-240876ad"}, "slot-b": {"card": "GPU-bc62df2a"}}
-    values: dict[str, Any] = {"solos": solos, "power_limit_watts": 225.0, "recorded_cards": recorded(folder)}
-    return Runner(folder, **(values | profile))
+    values: dict[str, Any] = {"solos": solos, "power_limit_watts": 225.0}
+    runner = Runner(folder, **(values | profile))
+    runner.module = (str(Path(__file__).with_name("recorded_cards.py")), recorded(folder))
+    return runner
 
 
 def test_the_card_is_pinned_by_its_whole_uuid(tmp_path: Path) -> None:
     runner = card_runner(tmp_path)
     status, said = runner.run("/bin/sh", "-c", "echo $CUDA_VISIBLE_DEVICES", solo="slot-b")
-    assert status == 0
+    assert status == 0, said
     assert runner.log.read_text().split()[-1] == OTHER
-    assert "comes from a recording, not from NVML" in said
     assert job_environment(CARD, {"CUDA_VISIBLE_DEVICES": "0"})["CUDA_VISIBLE_DEVICES"] == CARD
 
 
@@ -249,6 +256,18 @@ def test_without_a_driver_nvml_refuses() -> None:
         NvmlCards()
 
 
+def test_no_profile_and_no_flag_can_stand_in_for_the_driver(tmp_path: Path) -> None:
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("this host has a driver")
+    runner = card_runner(tmp_path)
+    runner.module = ("-m", "d2lib.coordinator.locked")
+    status, said = runner.run("touch", str(tmp_path / "ran"))
+    assert (status, "NVML does not answer" in said, (tmp_path / "ran").exists()) == (2, True, False), said
+    runner = card_runner(tmp_path, recorded_cards=recorded(tmp_path))
+    status, said = runner.run("touch", str(tmp_path / "ran"))
+    assert (status, "recorded_cards" in said, (tmp_path / "ran").exists()) == (2, True, False), said
+
+
 # --- conditions
 
 
@@ -257,9 +276,7 @@ def test_without_a_driver_nvml_refuses() -> None:
     [
         ({"minimum_free_memory_gib": 1e6}, "refused: too little free memory; expected: at least 1e+06 GiB"),
         ({"power_limit_watts": 300.0}, "the card's power limit is another one; expected: 300 W enforced; found: 225 W"),
-        ({"minimum_free_card_memory_gib": 99.0}, "too little free card memory; expected: at least 99 GiB; found: 16.0"),
         ({"solos": {"slot-a": {"card": "GPU-00000000"}, "slot-b": {}}}, "refused: no such card"),
-        ({"recorded_cards": "/nowhere.json"}, "the recorded cards cannot be read"),
     ],
 )
 def test_a_condition_that_does_not_hold_refuses_before_the_start(
@@ -316,6 +333,30 @@ def test_other_tools_locks_are_held_as_long_as_the_job_lives(tmp_path: Path) -> 
     wait_until(lambda: is_gone(child))
     wait_until(lambda: not taken())
     assert lock.read_text() == "the tool's own words"
+
+
+def test_a_card_with_too_little_memory_for_the_drafter_refuses(tmp_path: Path) -> None:
+    """The bound comes from the assembly's drafter: a byte less than it needs refuses, as much as it needs starts."""
+    assembly = tmp_path / "assembly"
+    assembly.mkdir()
+    config = drafter_config()
+    (assembly / "drafter.json").write_text(config.model_dump_json())
+    entry = SequenceEntry(
+        id="a", split="train", family="a", rows=500, gen_start=128, file=FileEntry(path="a", size=1, sha256=DIGEST)
+    )
+    sizes = {"dim": config.dim, "vocab_size": config.vocab_size, "n_taps": config.n_taps}
+    Manifest(namespace="n", target={}, sequences=(entry,), **sizes).write(assembly / "MANIFEST.json")
+    needed = training_bytes(config, batch=128, rank=32, anchor=500)
+    assert card_memory("full-fast", assembly) == needed
+    assert 0 < card_memory("g2-dev", assembly) != needed
+    assert card_memory("g2-finish", assembly) == 0
+    runner = card_runner(tmp_path)
+    recorded(tmp_path, free=needed - 1)
+    status, said = runner.run("touch", str(tmp_path / "ran"), more=("--assembly", str(assembly)))
+    assert (status, f"too little free card memory; expected: at least {needed / 2**30:.1f} GiB" in said) == (2, True)
+    assert not (tmp_path / "ran").exists()
+    recorded(tmp_path, free=needed)
+    assert runner.run("true", more=("--assembly", str(assembly)))[0] == 0
 
 
 def test_a_taken_solo_and_an_unknown_one_refuse(runner: Runner) -> None:

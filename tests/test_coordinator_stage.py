@@ -24,7 +24,7 @@ from d2lib.coordinator.source import blob_sha1, check_checkout, check_folder, ch
 from d2lib.coordinator.stage import rename_new, revalidate, stage
 from d2lib.errors import Refused
 from d2lib.evidence.sign import make_key, sign_receipt
-from d2lib.files import canonical_json
+from d2lib.files import canonical_json, record_tree
 from d2lib.train.recipe import to_qualify
 
 
@@ -257,12 +257,29 @@ def test_stage_makes_the_whole_snapshot(case: Case) -> None:
     assert revalidate(case.plan()) == staged
 
 
-def test_a_snapshot_is_never_overwritten(case: Case) -> None:
-    stage(case.plan())
-    before = (case.snapshot / "STAGED.json").read_bytes()
+def test_a_snapshot_without_a_receipt_is_taken_once_it_is_checked_and_never_overwritten(case: Case) -> None:
+    """What a stage leaves that ends between its last file and its receipt."""
+    digest = stage(case.plan())
+    before = record_tree(case.snapshot)
+    assert stage(case.plan()) == digest
+    assert record_tree(case.snapshot) == before
+    path = case.snapshot / "repo" / "run.sh"
+    path.chmod(0o755)
+    path.write_text("#!/bin/sh\n# another\n")
+    with pytest.raises(Refused, match=r"run\.sh has other bytes"):
+        stage(case.plan())
+    path.unlink()
+    (case.snapshot / "STAGED.json").unlink()  # never left by a stage: it is written last
     with pytest.raises(Refused, match="the snapshot exists already"):
         stage(case.plan())
-    assert (case.snapshot / "STAGED.json").read_bytes() == before
+
+
+def test_a_staged_snapshot_is_never_staged_again(case: Case) -> None:
+    assert run_foreground(case.plan(), "stage") == 0
+    before = record_tree(case.snapshot)
+    with pytest.raises(Refused, match="the snapshot exists already"):
+        stage(case.plan())
+    assert record_tree(case.snapshot) == before
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "dangling link"])

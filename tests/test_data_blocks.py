@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from data_case import GEN_START, LENGTHS, manifest_of, write_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_config
+from tiny_dense import dense_config
 
 from d2lib.data.blocks import D2Blocks, Ranges
 from d2lib.data.manifest import Manifest
 from d2lib.data.sidecar import Sidecar
 from d2lib.drafter.batch import Round
+from d2lib.drafter.config import DrafterConfig
 from d2lib.drafter.deepseek.config import DeepseekConfig
 from d2lib.errors import Refused
 
@@ -25,11 +28,11 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest, D
     return folder, write_dataset(folder, config), config
 
 
-def slow_round(sidecar: Sidecar, config: DeepseekConfig, anchor: int) -> Round:
-    """One round, row by row."""
+def slow_round(sidecar: Sidecar, config: DrafterConfig, anchor: int, window: int) -> Round:
+    """One round, row by row; the drafter sees `window` rows before the anchor."""
     rows, slots = sidecar.entry.rows, range(config.block_size)
     tokens, hidden = sidecar.tensor("tokens").tolist(), sidecar.tensor("hidden")
-    seen = list(range(max(0, anchor - config.window), anchor))
+    seen = list(range(max(0, anchor - window), anchor))
     return Round(
         taps=torch.stack([sidecar.tensor("taps")[j] for j in seen]),
         positions=torch.tensor(seen),
@@ -71,7 +74,7 @@ def test_every_block_is_the_round_at_its_anchor(dataset: tuple[Path, Manifest, D
         batch = blocks.batch(torch.arange(len(blocks)))
         for index in range(len(blocks)):
             sequence, anchor = blocks.locate(index)
-            same_round(batch.round(index), slow_round(blocks.sidecars[sequence], config, anchor))
+            same_round(batch.round(index), slow_round(blocks.sidecars[sequence], config, anchor, config.window))
 
 
 @settings(max_examples=25, deadline=None)
@@ -99,7 +102,30 @@ def test_any_batch_in_any_order_with_repeats(
     assert torch.equal(batch.valid.sum(1), torch.tensor([min(slots, end - a) for (_, a), end in zip(places, ends)]))  # noqa: B905
     assert not batch.context[~batch.context_valid].any()
     for at, (sequence, anchor) in enumerate(places):
-        same_round(batch.round(at), slow_round(blocks.sidecars[sequence], config, anchor))
+        same_round(batch.round(at), slow_round(blocks.sidecars[sequence], config, anchor, config.window))
+
+
+@pytest.mark.parametrize(
+    ("switches", "window"),
+    [
+        ({}, 1000),
+        ({"layer_types": ("sliding_attention",) * 2, "sliding_window": 9}, 8),
+        ({"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 9}, 1000),
+        ({"layout": "one_plus_n", "block_size": 7}, 1000),
+    ],
+    ids=["full", "sliding", "mixed", "one plus n"],
+)
+def test_a_dense_drafter_sees_every_row_or_what_its_sliding_layers_see(
+    dataset: tuple[Path, Manifest, DeepseekConfig], switches: dict[str, Any], window: int
+) -> None:
+    folder, manifest, _ = dataset
+    config = dense_config(dim=24, vocab_size=53, **switches)
+    for split in LENGTHS:
+        blocks = D2Blocks(manifest, folder, split, config)
+        batch = blocks.batch(torch.arange(len(blocks)).flip(0))
+        for at, index in enumerate(reversed(range(len(blocks)))):
+            sequence, anchor = blocks.locate(index)
+            same_round(batch.round(at), slow_round(blocks.sidecars[sequence], config, anchor, window))
 
 
 def test_rounds_of_a_request_are_its_blocks(dataset: tuple[Path, Manifest, DeepseekConfig]) -> None:
@@ -110,7 +136,7 @@ def test_rounds_of_a_request_are_its_blocks(dataset: tuple[Path, Manifest, Deeps
     batch = blocks.rounds_batch("dev-01", anchors)
     assert batch.anchor.tolist() == anchors
     for at, anchor in enumerate(anchors):
-        same_round(batch.round(at), slow_round(blocks.sidecars[1], config, anchor))
+        same_round(batch.round(at), slow_round(blocks.sidecars[1], config, anchor, config.window))
     for wrong in ([GEN_START - 1], [rows - 1], []):
         with pytest.raises(Refused, match="outside the generated span"):
             blocks.rounds_batch("dev-01", wrong)

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -47,6 +47,7 @@ TLC = "transformer_layer_config"
 CONFIGURATIONS: list[tuple[str, Store, Fields, Callable[[Fields], None], str, str]] = [
     # what, layout, how the drafter is made, what is changed, the field that is named, the reason
     ("draft vocabulary", "speculators", {}, put(draft_vocab_size=30), "draft_vocab_size", "another vocabulary"),
+    ("draft vocabulary not said", "speculators", {}, put(draft_vocab_size=None), "draft_vocab_size", "another vocab"),
     ("target's width", "speculators", {}, put(target_hidden_size=16), "target_hidden_size", "another width"),
     ("MLA", "deepspec", {}, put(attention_mode="mla"), "attention_mode", "latent attention"),
     (
@@ -116,6 +117,16 @@ CONFIGURATIONS: list[tuple[str, Store, Fields, Callable[[Fields], None], str, st
         "rope_parameters",
         "needs its original_max_position_embeddings",
     ),
+    ("no rope's object", "deepspec", {}, put(rope_parameters=[]), "rope_parameters", "an object of the rope's"),
+    (
+        "causal by half",
+        "speculators",
+        SLIDING,
+        put(sliding_window_non_causal="no"),
+        "sliding_window_non_causal",
+        "field is wrong",
+    ),
+    ("causal by number", "specforge", {}, put(dflash_config__causal=0.5), "dflash_config.causal", "field is wrong"),
     ("quantized", "deepspec", {}, put(quantization_config={"bits": 4}), "quantization_config", "packed weights"),
     (
         "domino",
@@ -431,3 +442,40 @@ def test_nan_in_bf16_is_refused_and_named(tmp_path: Path) -> None:
     rename(tmp_path / "draft", lambda tensors: {n: t.bfloat16() for n, t in (tensors | {"fc.weight": spoiled}).items()})
     with pytest.raises(Refused, match=rf"fc\.weight is not finite.*1 of {3 * DIM * DIM} are not"):
         read_dense(tmp_path / "draft", tmp_path / "target")
+
+
+def leaves(value: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The path of every field of a configuration, objects included."""
+    if not isinstance(value, dict):
+        return [path]
+    inner = [leaf for name, part in value.items() for leaf in leaves(part, (*path, name))]
+    return inner + ([path] if path else [])
+
+
+JUNK = [None, True, -1, 10**30, 0.5, "x", [], [[1]], {"a": {}}]
+
+
+@pytest.mark.parametrize(("role", "store"), [*(("draft", store) for store in get_args(Store)), ("target", "specforge")])
+def test_junk_in_any_field_is_refused_or_read_and_never_a_traceback(role: str, store: Store, tmp_path: Path) -> None:
+    """Every field, with every kind of value that JSON has: an answer, and where it is no, a reason with its field."""
+    stored(tmp_path, store, layer_types=["sliding_attention", "full_attention"], sliding_window=9)
+    fields = read_json(tmp_path / role / "config.json")
+    (tmp_path / role / "config.json").chmod(0o644)
+    answers = set()
+    for path in leaves(fields):
+        for value in JUNK:
+            changed = json.loads(json.dumps(fields))
+            place = changed
+            for part in path[:-1]:
+                place = place[part]
+            place[path[-1]] = value
+            (tmp_path / role / "config.json").write_text(json.dumps(changed))
+            try:
+                config, reasons = refusals(open_source(tmp_path / "draft", tmp_path / "target"))
+            except Refused:
+                answers.add("refused")
+                continue
+            assert (config is not None) or reasons, (path, value)
+            assert all(reason.field and reason.remedy for reason in reasons)
+            answers.add("reasons" if reasons else "read")
+    assert answers >= {"read", "reasons" if role == "draft" else "refused"}

@@ -95,6 +95,29 @@ def begin(**variables: Any) -> Phase[Params]:
     return Phase.begin("cost_sheet", Params, {**GOOD, "other": 1, **variables})
 
 
+def test_a_product_is_the_newest_done_attempts_and_exactly_what_its_receipt_names(run: Path) -> None:
+    (run / "full" / "dev.json").chmod(0o644)
+    phase = begin(run=str(run))
+    assert phase.product("g2-dev", "dev") == run / "full" / "dev.json"
+    phase = begin(run=str(run))
+    with pytest.raises(Refused, match="the receipt of g2-dev names no admission"):
+        phase.product("g2-dev", "admission")
+    with pytest.raises(Refused, match="admission is not done"):
+        phase.product("admission", "admission")
+    (run / "full" / "dev.json").write_text('{"gain":0.75}\n')
+    with pytest.raises(Refused, match="dev is not what g2-dev made"):
+        begin(run=str(run)).product("g2-dev", "dev")
+
+
+def test_an_admission_of_the_old_layout_is_found_by_its_receipt(run: Path) -> None:
+    """Where its product lay once, beside the attempts."""
+    make_receipt(run, "admission", 1, outputs={}, result={"held": 1})
+    (run / "admission" / "admitted.json").write_text("{}")
+    made = {"admission": "admission/admitted.json"}
+    make_receipt(run, "admission", 2, outputs=made, result={"held": 1})
+    assert begin(run=str(run)).product("admission", "admission") == run / "admission" / "admitted.json"
+
+
 def test_outside_the_engine_a_phase_reads_the_run_and_writes_elsewhere(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from d2lib.evidence.sign import (
     read_policy,
     require_signatures,
     sign_receipt,
+    signatures_in_words,
     statement,
 )
 from d2lib.evidence.verify import verify
@@ -341,6 +342,11 @@ def test_what_admission_asks_of_signatures(run: Path, other: tuple[Path, PublicK
         require_signatures(run, policy("finish", other[1]), ("finish",))
     with pytest.raises(Refused, match="pilot has no receipt"):
         require_signatures(run, policy("pilot", KEY), ("pilot",))
+    for named in ("g2", "g2-dev"):  # a phase's requirement holds for the newest receipt of each of its jobs
+        with pytest.raises(Refused, match="g2-dev is not signed by whom the policy names"):
+            require_signatures(run, policy(named, KEY), ("g2",))
+    assert require_signatures(run, policy("g2-legal", KEY), ("g2",)) == {}
+    assert signatures_in_words(run, None, ("finish",)) == "no policy is given, so no signature is required"
     receipt = run / "finish" / "attempt-1" / "receipt.json"
     receipt.chmod(0o644)
     receipt.write_bytes(receipt.read_bytes() + b" ")

@@ -163,6 +163,39 @@ def test_a_figure_is_a_picture_with_its_alternative(root: Path, tmp_path: Path) 
     assert picture.groups() == ('A "figure" &amp; its &lt;alternative&gt;', "PHN2Zy8+")
 
 
+def test_figures_keep_their_numbers_and_their_cell_says_how_many_it_has(root: Path, tmp_path: Path) -> None:
+    numbers = "<details><summary>The numbers of this figure</summary>7</details>"
+
+    def figure(name: str) -> Any:
+        metadata = {"image/svg+xml": {"alt": name}}
+        return nbformat.v4.new_output("display_data", data={"image/svg+xml": "<svg/>"}, metadata=metadata)
+
+    def shown(text: str) -> Any:
+        return nbformat.v4.new_output("display_data", data={"text/html": text})
+
+    def edit(nb: Any) -> None:
+        first, second, third = [cell for cell in nb.cells if cell["cell_type"] == "code"][:3]
+        first["outputs"] = [shown(numbers), figure("one"), shown("<p>between</p>"), shown(numbers)]
+        second["outputs"] = [figure("two"), shown(numbers), figure("three"), shown(numbers)]
+        third["outputs"] = [shown("<p>no figure</p>")]
+
+    make_receipt(root, "g2", 1, job="legal", result={}, verdict="PASS", edit=edit)
+    text = pages(root, tmp_path / "site")["demo.g2-legal.1.html"]
+    assert text.count("celltag_one-figure") - text.count(".celltag_one-figure") == 1
+    assert text.count("celltag_figures") - text.count(".celltag_figures") == 1
+    assert text.count(numbers) == 4  # where they followed no figure they stay where they were
+    for name in ("two", "three"):
+        assert re.search(rf'alt="{name}".*\n<figcaption[^\n]*</figure>\n{re.escape(numbers)}', text)
+
+
+def test_what_would_not_be_seen_is_written_out_on_the_pages(root: Path, tmp_path: Path) -> None:
+    (root / "two\u202elines\x1b[2J.txt").write_text("x")
+    make_receipt(root, "g2", 1, job="legal", result={}, outputs={"odd": "two\u202elines\x1b[2J.txt"})
+    text = pages(root, tmp_path / "site")["demo.g2-legal.1.html"]
+    assert "two\\u202elines\\x1b[2J.txt" in text
+    assert not {"\u202e", "\x1b"} & set(text)
+
+
 def test_differences_between_attempts(root: Path, tmp_path: Path) -> None:
     make_receipt(root, "g2", 3, job="dev", parameters={"run": str(root), "split": "dev"}, result={}, verdict="FAIL")
     entries = {(entry.name, entry.attempt): entry for entry in read_runs(root).entries}

@@ -510,11 +510,13 @@ def test_deep_folders_and_pipes_end_in_rows(run: Path) -> None:
         place.mkdir()
     (place / "x").write_text("")
     os.mkfifo(run / "pipe")
-    rows = [row for row in verify(run).rows if not row.holds]
-    (place / "x").unlink()
-    while place.name == "d":  # not by recursion, as pytest would
-        place.rmdir()
-        place = place.parent
+    try:
+        rows = [row for row in verify(run).rows if not row.holds]
+    finally:
+        (place / "x").unlink()
+        while place.name == "d":  # not by recursion, as pytest would
+            place.rmdir()
+            place = place.parent
     assert [(row.state, row.message) for row in rows] == [
         ("link", "not a plain file"),
         ("extra", "no receipt lists this file"),

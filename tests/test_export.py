@@ -29,6 +29,7 @@ from d2lib.evidence.verify import verify
 from d2lib.export import write
 from d2lib.export.write import export_adapter, merge_adapter
 from d2lib.files import parse_json, read_json, sha256_file
+from d2lib.gates.words import TRAJECTORY
 from d2lib.train.recipe import RECIPES
 
 FOLDER = {"README.md", "adapter_config.json", "adapter_model.safetensors", "card.json"}
@@ -134,6 +135,17 @@ def test_the_card_of_a_pass(passed: Path, tmp_path: Path) -> None:
     legal = card["splits"]["heldout_legal"]
     assert (legal["gain"], legal["requests"], legal["rounds"], legal["failed_gates"]) == (0.2, 20, 800, [])
     assert legal["lower"] <= legal["gain"] <= legal["upper"]
+    judged = card["judged_on"]
+    parts = {split: read_json(passed / "full" / f"{split}.json") for split in judged["splits"]}
+    assert set(parts) == {"dev", "heldout_legal", "heldout_general"}
+    for split, part in parts.items():
+        facts = judged["splits"][split]
+        assert facts["k2"] == part["contract"]["k2"]
+        assert facts["requests"] == len(part["requests"])
+        assert facts["rounds"] == sum(request["rounds"] for request in part["requests"])
+    assert judged["identities"] == card["base"]
+    assert judged["target"] == read_json(passed / "assembly" / "MANIFEST.json")["target"]
+    assert "bonus excluded" in judged["measure"]
     for name, record in card["files"].items():
         assert record["sha256"] == str(sha256_file(tmp_path / "adapter" / name))
     readme = (tmp_path / "adapter" / "README.md").read_text()
@@ -141,6 +153,9 @@ def test_the_card_of_a_pass(passed: Path, tmp_path: Path) -> None:
     assert "UNQUALIFIED" not in readme
     assert "| heldout_legal | PASS | +0.2000 | [+0.2000, +0.2000] | 20 | 800 |" in readme
     assert line.receipt_json_sha256 in readme
+    for fact in (TRAJECTORY, *judged["target"].values(), *(one["k2"] for one in judged["splits"].values())):
+        assert fact in readme
+    assert all(value in readme for value in card["base"].values())
 
 
 def test_without_a_pass_only_unqualified_and_it_says_so(

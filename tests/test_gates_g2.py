@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from d2lib.errors import Refused
 from d2lib.files import read_json, sha256_file, write_json
-from d2lib.gates.g2 import SPECS, SplitPart, bind, build_part, judge
+from d2lib.gates.g2 import SPECS, SplitPart, bind, build_part, check_admitted, judge
 from d2lib.gates.gate import Gate, holds, judged
 from d2lib.gates.journal import Contract, ScoredSplit
 from d2lib.gates.remaining import remaining_html, remaining_text
@@ -377,3 +377,31 @@ def test_the_last_words_say_what_the_procedure_says() -> None:
         for words in ("development data", "committed-K2 trajectory, a proxy", "no checkpoint, package or service"):
             assert words in passed
             assert words in failed
+
+
+ADMITTED = {
+    **{name: getattr(identities(), name) for name in ("namespace", "manifest", "native", "drafter", "pilot", "recipe")},
+    **{f"k2_{split}": digest("c") for split in SPECS},
+    "g1": digest("9"),
+}
+
+
+@pytest.mark.parametrize("name", [*(name for name in ADMITTED if name != "g1"), "adapter"])
+def test_the_verdict_is_on_what_was_admitted_and_trained(name: str) -> None:
+    """One recipe, one manifest, one adapter in all three parts, but another than the admission's: only this says no."""
+    parts = {split: part(split) for split in SPECS}
+    g2 = bind(parts)
+    check_admitted(g2, parts, ADMITTED, identities().adapter)
+    other = "demo-other" if name == "namespace" else digest("f")
+    admitted = ADMITTED | ({name: other} if name in ADMITTED else {})
+    with pytest.raises(Refused, match=f"not on what was admitted and trained: {name} differs"):
+        check_admitted(g2, parts, admitted, other if name == "adapter" else identities().adapter)
+    if name in ADMITTED:
+        with pytest.raises(Refused, match=f"{name} differs; expected: an admitted one"):
+            check_admitted(g2, parts, {k: v for k, v in ADMITTED.items() if k != name}, identities().adapter)
+
+
+def test_a_part_of_an_earlier_version_is_read_without_its_computation() -> None:
+    value = part("dev").model_dump(mode="json")
+    del value["contract"]["computation"]
+    assert SplitPart.model_validate(value).contract.computation is None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gates_cases import K, anchors, contract, digest, identities, names, scored, scores
+from gates_cases import COMPUTATION, K, anchors, contract, digest, identities, names, scored, scores
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -146,6 +146,10 @@ def changed(**fields: Any) -> Contract:
             for field in ("namespace", "manifest", "native", "drafter", "adapter", "pilot", "recipe", "source")
         ],
         (changed(k2=digest("e")), "k2"),
+        (changed(computation=None), "computation"),
+        (changed(computation=COMPUTATION.model_copy(update={"torch": "2.13.0+cu130"})), "computation.torch"),
+        (changed(computation=COMPUTATION.model_copy(update={"device": "cpu, other, AVX2"})), "computation.device"),
+        (changed(computation=COMPUTATION.model_copy(update={"batched": False})), "computation.batched"),
         (changed(split="dev"), "split"),
         (changed(block_size=4), "block_size"),
         (contract(SPLIT, 11), f"population.{SPLIT}-010"),

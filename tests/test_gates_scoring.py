@@ -25,7 +25,15 @@ from d2lib.gates import scoring
 from d2lib.gates.g2 import build_part
 from d2lib.gates.journal import Contract, Journal
 from d2lib.gates.pilot import SampledRounds
-from d2lib.gates.scoring import Scorer, log_softmax, measure, score_population, score_request, score_sample
+from d2lib.gates.scoring import (
+    Scorer,
+    describe_device,
+    log_softmax,
+    measure,
+    score_population,
+    score_request,
+    score_sample,
+)
 
 CONFIG = tiny_config(n_stages=1, head_dim=16, q_lora_rank=16, o_lora_rank=8, moe_inter_dim=24)
 K, V = CONFIG.block_size, CONFIG.vocab_size
@@ -302,3 +310,14 @@ def test_sample_is_scored_per_request_in_order() -> None:
         full = SCORER.rounds(BLOCKS, request, BLOCKS.population[request])
         assert record.baseline == full["baseline"].accepted[::3]
         assert record.fast == record.ref == full["candidate"].accepted[::3]
+
+
+def test_a_scorer_says_what_decides_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SCORER.computation
+    assert (found.torch, found.batched) == (str(torch.__version__), SCORER.batched)
+    assert found.device.startswith("cpu, ")
+    assert found.device.endswith(torch.backends.cpu.get_cpu_capability())
+    monkeypatch.setattr(SCORER, "batched", not SCORER.batched)
+    assert SCORER.computation != found
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX")
+    assert describe_device(torch.device("cuda:1")) == "cuda, NVIDIA RTX"

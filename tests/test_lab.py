@@ -25,6 +25,7 @@ from d2lib.lab.capture import CaptureProfile, capture
 from d2lib.lab.corpus import Corpus, group_similar, read_corpus, split_families
 from d2lib.lab.decode import Stream, decode_live
 from d2lib.lab.g1 import run_g1
+from d2lib.lab.model import load_model
 from d2lib.lab.pilot import Pilot, run_pilot
 from d2lib.lab.pretrain import native_loss
 from d2lib.lab.prompts import draw_prompts
@@ -430,6 +431,31 @@ def test_the_native_loss_is_the_mixture_and_the_confidences(captured: Path) -> N
     assert float(native_loss(drafter, batch)) == pytest.approx(total, rel=1e-4)
 
 
+def test_the_target_may_lie_elsewhere_by_its_digests(captured: Path, tmp_path: Path) -> None:
+    folder, target = tmp_path / "assembly", tmp_path / "target"
+    shutil.copytree(captured, folder)
+    target.mkdir()
+    digests = {}
+    for name in ("target.json", "target.safetensors"):
+        (folder / name).rename(target / name)
+        digests[name] = str(sha256_file(target / name))
+    pointer = {"kind": "elsewhere", "folder": str(target)}
+    pointer |= {"description": digests["target.json"], "weights": digests["target.safetensors"]}
+    (folder / "target.json").write_text(json.dumps(pointer))
+    found = run_g1(Assembly(folder))
+    assert found.holds
+    assert found.receipt.replay.target == digests["target.safetensors"]
+    (target / "target.safetensors").chmod(0o600)
+    with open(target / "target.safetensors", "ab") as stream:
+        stream.write(b"x")
+    with pytest.raises(Refused, match="the target is not the assembly's"):
+        load_model(folder)
+    for wrong in ({"folder": "target"}, {"weights": "x"}, {"more": 1}):
+        (folder / "target.json").write_text(json.dumps(pointer | wrong))
+        with pytest.raises(Refused):
+            load_model(folder)
+
+
 def test_a_pilot_that_was_stopped_goes_on_to_the_same_record(captured: Path, tmp_path: Path) -> None:
     assembly = Assembly(captured)
     write_json(tmp_path / "g1.json", {"any": "file"})
@@ -452,6 +478,14 @@ def test_a_pilot_that_was_stopped_goes_on_to_the_same_record(captured: Path, tmp
             arm.pop("seconds")
     assert records[0] == records[1]
     assert set(SCORED) >= set(records[0]["k2"])
+    assert records[0]["arithmetic"] == {
+        "precision": "fp32",
+        "device": "cpu",
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+    with pytest.raises(Refused, match="precision"):  # an arm that is finished was not computed so
+        run_pilot(assembly, recipe, tmp_path / "halves", **options, precision="bf16")
 
 
 def test_products_that_exist_are_taken_as_they_are_or_refused_by_name(captured: Path, tmp_path: Path) -> None:

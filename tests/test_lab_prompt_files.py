@@ -122,3 +122,31 @@ def test_a_family_in_two_files_is_refused(tmp_path: Path) -> None:
     _write(tmp_path, train={"legal": {"a": ["1"]}}, dev={"legal": {"a": ["2"]}})
     with pytest.raises(Refused, match="two groups"):
         read_prompts(tmp_path, {"train": {"legal": 1}, "dev": {"legal": 1}})
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ("legal: {a: [Für?]}\n".encode("latin-1"), "not UTF-8"),
+        ("legal: {a: [Why?]}\n".encode("utf-16"), "byte-order mark"),
+        (b"legal: {a: [x]}\nlegal: {a: [y]}\n", "stands twice"),
+        (b"legal: {a: [&x Why?, *x]}\n", "an anchor"),
+    ],
+)
+@pytest.mark.parametrize("name", ["train.yaml", "example-legal.yaml"])
+def test_a_file_that_can_be_read_in_two_ways_is_refused_and_named(
+    tmp_path: Path, name: str, data: bytes, says: str
+) -> None:
+    folder = _write(tmp_path, train={"legal": {"a": ["Why?"]}})
+    (folder / "preamble.txt").write_text("x " * 90)
+    (folder / name).write_bytes(data)
+    with pytest.raises(Refused, match=says) as refused:
+        draw_prompt_files(folder, {"train": {"legal": 1}}, byte_tokenizer(), 60)
+    assert name in str(refused.value)
+
+
+def test_a_preamble_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    folder = _write(tmp_path, train={"legal": {"a": ["Why?"]}})
+    (folder / "preamble.txt").write_bytes("Für ".encode("latin-1") * 40)
+    with pytest.raises(Refused, match=r"not UTF-8.*preamble\.txt"):
+        draw_prompt_files(folder, {"train": {"legal": 1}}, byte_tokenizer(), 60)

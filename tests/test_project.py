@@ -13,13 +13,17 @@ from typing import Any
 import nbformat
 import pytest
 import yaml
+from data_case import PRODUCTION, manifest_of, production_rows
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from d2lib.chain import CHAIN
+from d2lib.coordinator.profile import load_profile
 from d2lib.cost import load_inputs
 from d2lib.lab.capture import CaptureProfile
 from d2lib.params import SCHEMAS
+from d2lib.train.pins import read_pins
+from d2lib.train.recipe import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
 PROFILES = sorted(path for path in (ROOT / "params").iterdir() if (path / "capture.yaml").exists())
@@ -129,3 +133,32 @@ def test_every_name_that_a_notebook_imports_exists() -> None:
                     ):
                         missing.append(f"{path.name}: {node.module}.{name}")
     assert missing == []
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.name)
+def test_admission_demands_what_the_profile_asks_of_capture_and_pilot(profile: Path) -> None:
+    """One profile, one set of numbers: otherwise admission would refuse its own pilot, or take a smaller one."""
+    admission, pilot, capture = (
+        yaml.safe_load((profile / f"{name}.yaml").read_text()) for name in ("admission", "pilot", "capture")
+    )
+    demands = SCHEMAS["admission"].model_validate(admission).demands
+    assert (demands.presented_blocks, demands.sample_size) == (pilot["presented_blocks"], pilot["sample_size"])
+    assert demands.sequences == {split: sum(kinds.values()) for split, kinds in capture["profile"]["sequences"].items()}
+
+
+def test_the_productions_pins_are_the_source_documents_and_agree_with_each_other() -> None:
+    pins = read_pins(ROOT / "params" / "dsv41" / "pins.yaml")
+    assert pins.manifest == "sha256:450bb71653f3def68cd95ee9579a456c74c469d08a016940cceda24de48b4f30"
+    assert (pins.source_commit, pins.assembly[-3:], pins.namespace) == ("d1dd41a", "-c2", "decode-d2pass2-r1-p2-ace")
+    assert (pins.blocks, pins.updates, pins.objective, pins.learning_rate, pins.epochs, pins.sample_size) == (
+        *(488_031, 11_439, "ACE", 2e-4, 3),
+        1000,
+    )
+    assert {split: (pins.sequences[split], pins.rows[split]) for split in pins.rows} == PRODUCTION
+    pins.compare_data("the production's row counts", manifest_of(production_rows()), RECIPES["ACE"])
+    coordinator = load_profile(ROOT / "params" / "dsv41" / "coordinator.yaml")
+    assert coordinator.pins == "params/dsv41/pins.yaml"
+    assert Path(str(coordinator.assembly)).name == pins.assembly
+    assert coordinator.admission.demands.sample_size == pins.sample_size
+    assert coordinator.admission.demands.sequences == pins.sequences
+    assert -(-coordinator.admission.demands.presented_blocks // RECIPES["ACE"].batch) == 159

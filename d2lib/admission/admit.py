@@ -10,6 +10,7 @@ from typing import Any
 from d2lib.admission.case import AdmissionInputs, Case, ReplaySequences
 from d2lib.admission.checks import CHECKS, Check
 from d2lib.admission.recompute import recompute_verdict
+from d2lib.admission.records import Arithmetic
 from d2lib.data.check import CheckRow
 from d2lib.errors import ExitStatus, Refused
 from d2lib.files import sha256_file
@@ -21,13 +22,14 @@ class Admission:
     """The table of checks and, when every one holds, what full training and G2 may use.
 
     identities: name → digest (`namespace`: the pilot's name); empty when refused. seed: of what was drawn and computed
-    again.
+    again. arithmetic: the pilot's, which full training has to have.
     """
 
     rows: tuple[CheckRow, ...]
     recipe: Recipe | None
     identities: dict[str, str]
     seed: str
+    arithmetic: Arithmetic | None = None
 
     @property
     def admitted(self) -> bool:
@@ -54,6 +56,7 @@ class Admission:
             "schema_version": 1,
             "admitted": self.admitted,
             "recipe": None if self.recipe is None else self.recipe.model_dump(mode="json"),
+            "arithmetic": None if self.arithmetic is None else self.arithmetic.model_dump(mode="json"),
             "identities": self.identities,
             "seed": self.seed,
             "rows": [row.model_dump(mode="json") for row in self.rows],
@@ -96,7 +99,7 @@ def run_admission(
         rows.append(_row(check, case))
     if not all(row.holds for row in rows):
         return Admission(tuple(rows), None, {}, case.seed)
-    return Admission(tuple(rows), case.recipe, _identities(case), case.seed)
+    return Admission(tuple(rows), case.recipe, _identities(case), case.seed, case.pilot.arithmetic)
 
 
 def _row(check: Check, case: Case) -> CheckRow:

@@ -130,6 +130,18 @@ class ScoresFile(Record):
     sha256: Digest
 
 
+class Arithmetic(Record):
+    """What decides the last bits of a training beside its code: full training has to have the pilot's."""
+
+    precision: Literal["fp32", "bf16"]
+    """Of FAST's large products."""
+    device: Literal["cpu", "cuda"]
+    torch: str = Field(min_length=1)
+    """Version with its build."""
+    threads: int = Field(gt=0)
+    """Of torch."""
+
+
 class PilotReceipt(_Genuine):
     """receipt.json of the pilot: what was trained and scored, the verdict, and everything that it hangs on."""
 
@@ -138,6 +150,8 @@ class PilotReceipt(_Genuine):
     verdict: Literal["PASS", "FAIL", "INCONCLUSIVE"]
     recipe: dict[str, Any]
     """The complete recipe that this pilot qualifies; full training takes it from here and from nowhere else."""
+    arithmetic: Arithmetic | None = None
+    """None in a receipt from before it was recorded; then full training has nothing to compare."""
     manifest_sha256: Digest
     k2: dict[ScoredSplit, Digest]
     g1_sha256: Digest

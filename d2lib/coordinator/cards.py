@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Protocol
-
-from pydantic import Field
 
 from d2lib.coordinator.children import NoAnswer
 from d2lib.errors import Refused
-from d2lib.files import Record
-from d2lib.strict import read_json
 
 
 class Cards(Protocol):
@@ -93,50 +88,3 @@ class NvmlCards:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
-
-
-class RecordedCard(Record):
-    """One card of a recorded stand-in."""
-
-    enforced_power_limit_watts: float
-    free_memory_bytes: int = Field(ge=0)
-    compute_processes: list[int] = Field(default_factory=list)
-
-
-class Recording(Record):
-    """What a recorded stand-in's file holds."""
-
-    cards: dict[str, RecordedCard]
-
-
-class RecordedCards:
-    """Answers from a JSON file, read anew each time: for rehearsals and tests on hosts without a card."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def _read(self) -> dict[str, RecordedCard]:
-        return Recording.parse(
-            read_json(self._path, what="the recorded cards"), self._path, message="the recorded cards cannot be read"
-        ).cards
-
-    def uuids(self) -> list[str]:
-        """Every recorded card."""
-        return list(self._read())
-
-    def enforced_power_limit_watts(self, uuid: str) -> float:
-        """The recorded limit."""
-        return self._read()[uuid].enforced_power_limit_watts
-
-    def free_memory_bytes(self, uuid: str) -> int:
-        """The recorded free memory."""
-        return self._read()[uuid].free_memory_bytes
-
-    def compute_processes(self, uuid: str) -> list[int]:
-        """The recorded pids."""
-        return self._read()[uuid].compute_processes
-
-
-def open_cards(recorded: str | None) -> Cards:
-    """The driver's answers, or a recording where the profile names one."""
-    return NvmlCards() if recorded is None else RecordedCards(Path(recorded))

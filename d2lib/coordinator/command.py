@@ -157,9 +157,10 @@ def _stage(plan: Plan) -> ExitStatus:
     """Stage what is admitted; admit first where nothing is yet, or something changed since."""
     from d2lib.coordinator.admit import admitted, check_namespace, run_foreground
     from d2lib.coordinator.inputs import record_inputs
-    from d2lib.coordinator.stage import check_recorded, refuse_existing, reviewed_tree
+    from d2lib.coordinator.stage import check_recorded, left_whole, refuse_existing, reviewed_tree
 
-    refuse_existing(plan.paths.snapshot)
+    if not left_whole(plan):
+        refuse_existing(plan.paths.snapshot)
     reviewed_tree(plan)
     check_namespace(plan)
     try:

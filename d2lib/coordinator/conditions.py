@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 
 from d2lib.coordinator import sessions
 from d2lib.coordinator.cards import Cards, find_card
 from d2lib.coordinator.children import ANSWER_SECONDS
+from d2lib.coordinator.contract import JOBS
 from d2lib.coordinator.profile import GIB, Profile, Solo
 from d2lib.errors import Refused
 
 
-def check_start(profile: Profile, solo: Solo, cards: Cards | None) -> str | None:
+def card_memory(job: str, assembly: Path) -> int:
+    """Bytes of card memory that a job needs, computed from the assembly's drafter; 0 for one that uses no card."""
+    from d2lib.train.memory import card_bytes  # torch, which no other part of a start needs
+
+    notebooks: dict[str, str] = {name: spec.notebook for name, spec in JOBS.items()}
+    if notebooks.get(job) == "train":
+        return card_bytes(assembly, "train")
+    return card_bytes(assembly, "g2") if notebooks.get(job) == "g2" else 0
+
+
+def check_start(profile: Profile, solo: Solo, cards: Cards | None, needed: int = 0) -> str | None:
     """Everything that a start needs, but for the lock.
 
     Args:
         cards: needed when the solo is a card.
+        needed: bytes of card memory.
 
     Returns: the card's whole UUID, or None for a CPU slot.
     Raises:
@@ -40,12 +54,12 @@ def check_start(profile: Profile, solo: Solo, cards: Cards | None) -> str | None
                 where=uuid,
                 remedy="wait until it has ended; nothing here ends it",
             )
-        free = cards.free_memory_bytes(uuid) / GIB
-        if free < profile.minimum_free_card_memory_gib:
+        free = cards.free_memory_bytes(uuid)
+        if free < needed:
             raise Refused(
                 "too little free card memory",
-                expected=f"at least {profile.minimum_free_card_memory_gib:g} GiB",
-                found=f"{free:.1f} GiB",
+                expected=f"at least {needed / GIB:.1f} GiB, for this drafter's weights and activations",
+                found=f"{free / GIB:.1f} GiB",
                 where=uuid,
             )
     check_watched(profile, uuid, cards)

@@ -225,6 +225,7 @@ class Plan:
             *("--job", job),
             *("--log", str(child_log)),
             *("--receipt", str(receipt.with_name("receipt.json"))),
+            *("--assembly", str(self.paths.assembly)),
             "--",
             *notebook_command(self.python, self.repo, spec.notebook, receipt, parameters),
         )

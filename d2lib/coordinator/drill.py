@@ -24,7 +24,16 @@ from d2lib.coordinator.contract import JOBS
 from d2lib.coordinator.jobs import PRODUCTS
 from d2lib.coordinator.lease import hold
 from d2lib.coordinator.profile import Job
-from d2lib.coordinator.rehearsal import Run, asked_of, changed, make_checkout, power_logger, private_tmux, wait_for
+from d2lib.coordinator.rehearsal import (
+    Run,
+    asked_of,
+    changed,
+    make_checkout,
+    pilots_threads,
+    power_logger,
+    private_tmux,
+    wait_for,
+)
 from d2lib.coordinator.stop import stop_job
 from d2lib.errors import D2Error, ExitStatus, Refused
 from d2lib.evidence.ledger import read_ledger
@@ -114,7 +123,7 @@ def run_drill(root: Path, checkout: Path, folder: Path, say: Callable[[str], Non
     """
     folder.mkdir(parents=True, exist_ok=True)
     with private_tmux(folder / "t"):
-        commit = make_checkout(checkout, folder / "source", asked_of(root))
+        commit = make_checkout(checkout, folder / "source", asked_of(root), pilots_threads(root))
         pilot = folder / "pilot" / root.name
         shutil.copytree(root, pilot, symlinks=True)
         calm = Run(folder / "calm", folder / "source", commit, pilot)

@@ -10,14 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from d2lib.coordinator import sessions
-from d2lib.coordinator.cards import open_cards
+from d2lib.coordinator.cards import NvmlCards
 from d2lib.coordinator.children import NoAnswer
-from d2lib.coordinator.conditions import check_start
-from d2lib.coordinator.contract import JOBS, Plan, Start
+from d2lib.coordinator.conditions import card_memory, check_start
+from d2lib.coordinator.contract import JOBS, K2_FLAGS, Plan, Start
 from d2lib.coordinator.lease import check_free, hold_further, lock_path, read_holder
 from d2lib.coordinator.locked import ENDED, REFUSED, STARTED
 from d2lib.coordinator.profile import ANY_HOST, Job
-from d2lib.coordinator.receipts import check_output, done_receipt
+from d2lib.coordinator.receipts import check_output, done_receipt, product
 from d2lib.coordinator.stage import check_recorded, revalidate
 from d2lib.errors import Refused, Unexpected
 from d2lib.evidence.environment import COORDINATOR
@@ -75,7 +75,10 @@ def start_job(plan: Plan, job: Job, resume: int) -> Start:
     check_free(plan.profile.locks, name)
     with hold_further(solo.further_locks):
         pass
-    check_start(plan.profile, solo, None if solo.card is None else open_cards(plan.profile.recorded_cards))
+    if solo.card is None:
+        check_start(plan.profile, solo, None)
+    else:
+        check_start(plan.profile, solo, NvmlCards(), card_memory(job, plan.paths.assembly))
     write_exclusive(start.script, start.script_text.encode(), mode=0o500)
     offset = start.coordinator_log.stat().st_size if start.coordinator_log.exists() else 0
     try:
@@ -120,7 +123,7 @@ def check_turn(plan: Plan, job: Job) -> None:
         raise Refused(f"{job} is done and never reruns", where=found[0])
     if job == "full-fast":
         return
-    check_trained(root)
+    check_trained(plan)
     if job == "g2-general":
         _check_legal(plan)
     if job == "g2-finish":
@@ -129,18 +132,38 @@ def check_turn(plan: Plan, job: Job) -> None:
                 _check_done(root, other)
 
 
-def check_trained(root: Path) -> None:
-    """Training is finished: its receipt is done, all updates of all epochs ran, and full-fast.pt is that receipt's."""
-    receipt = _check_done(root, "full-fast")
-    result = receipt.result or {}
-    done, planned = result.get("updates"), result.get("total_updates")
-    if not isinstance(done, int) or done != planned:
+def check_trained(plan: Plan) -> None:
+    """Training is finished: its receipt is done, full-fast.pt is that receipt's, and it holds all updates of all epochs
+    of what was admitted, as the receipt says."""
+    receipt = _check_done(plan.paths.output, "full-fast")
+    done, held = (receipt.result or {}).get("updates"), trained_updates(plan)
+    if done != held:
         raise Refused(
-            "training did not run all its epochs",
-            expected=f"{planned} updates",
+            "the receipt of training says something else than its checkpoint",
+            expected=f"{held} updates",
             found=f"{done}",
-            where=root / JOBS["full-fast"].receipts,
+            where=plan.paths.output / JOBS["full-fast"].receipts,
         )
+
+
+def trained_updates(plan: Plan) -> int:
+    """The updates in full-fast.pt, compared with admission, assembly and pins; raises Refused."""
+    from d2lib.data.assembly import Assembly  # when it is needed: the coordinator knows no arithmetic
+    from d2lib.train.full import Admitted, completed
+    from d2lib.train.pins import read_pins
+
+    found = done_receipt(plan.paths.output, "admission")
+    if found is None:
+        raise Refused("admission is not done", where=plan.paths.output)
+    admitted = Admitted(plan.paths.output / product(found[1], "admission"))
+    k2 = {split: getattr(plan.paths, flag) for split, flag in K2_FLAGS.items()}
+    assembly = Assembly(plan.paths.assembly, k2)
+    admitted.check(assembly)
+    updates = completed(assembly, admitted, plan.paths.output).updates
+    known = plan.known(plan.repo)
+    if "pins" in known:
+        read_pins(Path(known["pins"])).compare(plan.paths.output / PRODUCTS["full-fast"], updates=updates)
+    return updates
 
 
 def _check_legal(plan: Plan) -> None:

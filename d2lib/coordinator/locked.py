@@ -1,6 +1,7 @@
 """The locked runner: one command on one solo, under its lock and limits, supervised to its end.
 
-    python -m d2lib.coordinator.locked --profile FILE --solo NAME --job JOB --log FILE [--receipt FILE] -- COMMAND ...
+    python -m d2lib.coordinator.locked --profile FILE --solo NAME --job JOB --log FILE [--receipt FILE]
+        [--assembly FOLDER] -- COMMAND ...
 
 It says on stdout, line by line with UTC time and job, that the child started, why it was stopped, and how it ended. The
 child's own output goes to --log. Exit statuses are those of every command; a child that a signal killed is 4.
@@ -19,9 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from d2lib.coordinator.cards import Cards, open_cards
+from d2lib.coordinator.cards import Cards, NvmlCards
 from d2lib.coordinator.children import clean_environment
-from d2lib.coordinator.conditions import check_start, check_watched
+from d2lib.coordinator.conditions import card_memory, check_start, check_watched
 from d2lib.coordinator.lease import hold, hold_further, utc_now
 from d2lib.coordinator.processes import adopt_orphans, before_exec, end_leftovers
 from d2lib.coordinator.profile import Profile, load_profile
@@ -53,13 +54,15 @@ class Work:
     command: tuple[str, ...]
     receipt: Path | None = None
     """What the command leaves when it comes to an end of its own; without it a status 0, 1 or 3 is not believed."""
+    assembly: Path | None = None
+    """The assembly whose drafter says how much card memory is needed."""
 
 
 def run_locked(profile: Profile, work: Work, cards: Cards | None, say: Callable[[str], None]) -> ExitStatus:
     """Take the solo, check the host, run the command and supervise it.
 
     Args:
-        cards: NVML's answers; None lets the profile decide.
+        cards: what answers about cards; by default NVML, asked when the solo is a card.
         say: takes the runner's lines.
 
     Raises:
@@ -69,16 +72,15 @@ def run_locked(profile: Profile, work: Work, cards: Cards | None, say: Callable[
     if solo is None:
         raise Refused("an unknown solo", expected=f"one of {', '.join(profile.solos)}", found=work.solo)
     if solo.card is not None and cards is None:
-        cards = open_cards(profile.recorded_cards)
-        if profile.recorded_cards is not None:
-            say(f"the card's state comes from a recording, not from NVML: {profile.recorded_cards}")
+        cards = NvmlCards()
     adopt_orphans()
     with (
         StopRequest().listening() as request,
         hold(profile.locks, work.solo, work.job) as lease,
         hold_further(solo.further_locks) as further,
     ):
-        uuid = check_start(profile, solo, cards)
+        needed = card_memory(work.job, work.assembly) if solo.card is not None and work.assembly is not None else 0
+        uuid = check_start(profile, solo, cards, needed)
         where = "CPU" if uuid is None else uuid
         say(f"holds {work.solo} ({where}), lock {lease.path}; at most {profile.memory_limit_gib:g} GiB resident")
         if request.number is not None:
@@ -158,12 +160,13 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--job", required=True)
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--receipt", type=Path, help="what the command must have written to be believed")
+    parser.add_argument("--assembly", type=Path, help="whose drafter says how much card memory is needed")
     parser.add_argument("command", nargs="+", metavar="COMMAND")
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; one line for every refusal."""
+def main(arguments: Sequence[str] | None = None, cards: Cards | None = None) -> int:
+    """Run the command line; one line for every refusal. No flag and no profile can say what answers about cards."""
     options = _arguments(sys.argv[1:] if arguments is None else arguments)
 
     def say(text: str) -> None:
@@ -173,8 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         here = Path.cwd() / "d2lib"
         if here.is_dir() and os.path.realpath(here) != str(library_folder()):
             raise Refused("the runner runs another d2lib than its folder's", expected=here, found=library_folder())
-        work = Work(options.job, options.solo, options.log, tuple(options.command), options.receipt)
-        return int(run_locked(load_profile(options.profile), work, None, say))
+        work = Work(options.job, options.solo, options.log, tuple(options.command), options.receipt, options.assembly)
+        return int(run_locked(load_profile(options.profile), work, cards, say))
 
     return run_command("locked", run, say)
 

@@ -69,7 +69,6 @@ class Profile(Record):
     """Most resident memory of a job's whole process tree."""
     minimum_free_memory_gib: float = Field(ge=0)
     """Available host memory without which no job starts."""
-    minimum_free_card_memory_gib: float = Field(default=0.0, ge=0)
     grace_seconds: float = Field(gt=0)
     """From the request to stop to SIGKILL: what a job needs to reach a boundary and save it."""
     sample_seconds: float = Field(default=0.5, gt=0)
@@ -93,8 +92,6 @@ class Profile(Record):
     """What is known of the inputs from outside of them: a YAML file of the source (see d2lib.train.pins)."""
     policy: str | None = None
     """Whose signatures the receipts need, every phase's: a YAML file of the source (see d2lib.evidence.sign)."""
-    recorded_cards: str | None = None
-    """Rehearsals only: a JSON file that stands in for NVML (see d2lib.coordinator.cards)."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -165,7 +165,13 @@ def asked_of(pilot: Path) -> PilotDemands:
     )
 
 
-def make_checkout(checkout: Path, folder: Path, demands: PilotDemands) -> str:
+def pilots_threads(root: Path) -> int:
+    """The threads that a run's pilot computed with, which full training has to have; 1 where none are recorded."""
+    value = read_json(root / "pilot" / "receipt.json")
+    return int((value.get("arithmetic") or {}).get("threads", 1))
+
+
+def make_checkout(checkout: Path, folder: Path, demands: PilotDemands, threads: int = 1) -> str:
     """A clean git checkout of the running tree with the drill's own profile in the place of the production's; returns
     its commit."""
     folder.mkdir()
@@ -187,7 +193,7 @@ def make_checkout(checkout: Path, folder: Path, demands: PilotDemands) -> str:
         "sample_seconds": 0.2,
         "watch_seconds": 0.5,
         "save_every": 0.5,
-        "threads": 1,
+        "threads": threads,
         "admission": {"demands": demands.model_dump(mode="json")},
     }
     (folder / PROFILE).parent.mkdir(parents=True, exist_ok=True)

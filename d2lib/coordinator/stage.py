@@ -69,11 +69,17 @@ def reviewed_tree(plan: Plan) -> Tree:
 def stage(plan: Plan) -> str:
     """Make the snapshot, complete or not at all; returns the digest of STAGED.json.
 
+    A snapshot that an earlier attempt made, which ended before its receipt, is taken as it is when everything in it is
+    what would be staged now.
+
     Raises:
         Refused: the snapshot exists, the source is not the clean reviewed commit, the inputs are not admitted or
             changed since, or the archive differs from the commit.
     """
     snapshot = plan.paths.snapshot
+    if left_whole(plan):
+        revalidate(plan)
+        return str(sha256_file(plan.staged))
     refuse_existing(snapshot)
     if not snapshot.parent.is_dir():
         raise Refused("the snapshot's parent folder is missing", where=snapshot.parent, remedy="make it")
@@ -121,6 +127,11 @@ def stage(plan: Plan) -> str:
     finally:
         shutil.rmtree(working, ignore_errors=True)
     return str(digest)
+
+
+def left_whole(plan: Plan) -> bool:
+    """Whether a snapshot is there with its STAGED.json, which is written last, and no receipt says who made it."""
+    return plan.staged.is_file() and done_receipt(plan.paths.output, "stage") is None
 
 
 def check_known(plan: Plan, content: Any) -> None:
@@ -171,7 +182,7 @@ def check_recorded(plan: Plan) -> str:
             "no receipt says that the snapshot was staged",
             expected="a receipt of stage with status done",
             where=plan.paths.output,
-            remedy="remove the snapshot, which may be unfinished, and --execute --phase stage",
+            remedy="--execute --phase stage: it takes the snapshot that is there once it is checked",
         )
     path, receipt = found
     digest, recorded = str(sha256_file(plan.staged)), (receipt.result or {}).get("staged")

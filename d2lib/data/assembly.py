@@ -2,6 +2,8 @@
 
 MANIFEST.json  shards/ID.safetensors  drafter.json  native.safetensors  target.json  target.safetensors
 k2/SPLIT.k2_drafts.jsonl  provenance.json
+
+A target.json may also say where a large target lies, with the digests of its files (see d2lib.lab.model).
 """
 
 from __future__ import annotations

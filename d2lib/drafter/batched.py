@@ -23,7 +23,7 @@ from d2lib.drafter.reference import Reference
 
 _CHUNK_ROUNDS = 256
 _CHUNK_LOGITS = 1 << 25
-_CHUNK_CONTEXT = 1 << 24
+_CHUNK_CONTEXT = 1 << 25
 """Rounds are stacked up to the first number, fewer where their logits or what they see of the context would exceed the
 others (of fp32 numbers)."""
 
@@ -123,8 +123,8 @@ def _stack_if_any(results: list[Tensor | None]) -> Tensor | None:
 
 def _in_order(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Results of parts of a batch, put together in the batch's order."""
-    rounds, results = zip(*parts, strict=True)
-    return torch.cat(results)[torch.cat(rounds).argsort()]
+    rounds, results = torch.cat([numbers for numbers, _ in parts]), torch.cat([result for _, result in parts])
+    return results if bool((rounds.diff() > 0).all()) else results[rounds.argsort()]
 
 
 def _in_order_if_any(parts: list[tuple[Tensor, Tensor | None]]) -> Tensor | None:

@@ -32,6 +32,18 @@ FAMILIES: dict[str, str] = {
 
 
 @dataclass(frozen=True)
+class ExportNotes:
+    """Sentences on the page of an exported adapter.
+
+    adapter: how a PEFT folder is put to use. merged: what merged projections replace. adapted: what was and was not.
+    """
+
+    adapter: str = "`peft.PeftModel.from_pretrained(drafter, FOLDER)` adapts a module tree that has these names."
+    merged: str = "Every tensor is W + B · A in fp32 and replaces the tensor of that name."
+    adapted: str = "The modules that card.json lists; everything else is the base's own and not in here."
+
+
+@dataclass(frozen=True)
 class Family:
     """Everything that a family is asked for. Functions take its own configuration first.
 
@@ -41,8 +53,12 @@ class Family:
     fresh: (config, name, shape, generator) → a new tensor of a drafter that is to be trained.
     lora_targets: names of the adapted modules; `NAME.weight` is theirs.
     projections: names of the weights that are projections, which Muon can train: neither tables nor norms.
-    inspect: the card of a folder or file of released weights, None for one that is not the family's.
     reference, fast: REF, and the training path.
+    activations: (config, blocks, seen) → fp32 numbers that FAST holds at most during an update of so many blocks, each
+        with `seen` context rows of its own, head and loss aside; an estimate that is too high rather than too low.
+    peft_modules: how PEFT is told the adapted modules; by their whole names where it is None.
+    notes: what the page of an exported adapter says of the family.
+    inspect: the card of a folder or file of released weights, None for one that is not the family's.
     """
 
     config: type[DrafterConfig]
@@ -52,9 +68,12 @@ class Family:
     fresh: Callable[[Any, str, tuple[int, ...], torch.Generator], Tensor]
     lora_targets: Callable[[Any], list[str]]
     projections: Callable[[Any], list[str]]
-    inspect: Callable[[Question], WeightsCard | None]
     reference: type[Reference]
     fast: type[FastDrafter]
+    activations: Callable[[Any, int, int], int]
+    peft_modules: Callable[[Any], list[str]] | None = None
+    notes: ExportNotes = ExportNotes()
+    inspect: Callable[[Question], WeightsCard | None] = lambda question: None
 
 
 def family_named(name: object, *, where: object = None) -> Family:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from d2lib.data.assembly import SCORED
+from d2lib.data.manifest import Manifest
 from d2lib.drafter.config import DrafterConfig, load_config
 from d2lib.drafter.lora import Adapter
 from d2lib.drafter.weights import Weights, load_weights
@@ -64,6 +65,13 @@ class Candidate:
     def rank(self) -> int:
         """The LoRA rank, and alpha."""
         return self.recipe.rank
+
+    @property
+    def target(self) -> dict[str, str]:
+        """What the captured model was, from the manifest that the verdict names."""
+        path = _input(self, self.train, "assembly") / "MANIFEST.json"
+        _same(path, self.g2.identities.manifest, "the manifest", self.run)
+        return Manifest.load(path).target
 
     def native(self) -> Weights:
         """The native drafter's weights, hashed again; fp32."""

@@ -6,33 +6,16 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from d2lib import __version__
+from d2lib.drafter.family import family_of
 from d2lib.drafter.lora import initialization_sha256 as tensors_sha256
 from d2lib.drafter.lora import lora_targets
 from d2lib.export.candidate import Candidate, Entry
 from d2lib.files import FileRecord
+from d2lib.gates.words import TRAJECTORY, judged_on, judged_on_rows
 
 Kind = Literal["peft adapter", "merged projections"]
 
 GAIN = "accepted draft tokens per round, bonus excluded, candidate minus baseline on the same rounds"
-
-_WO_A = """`wo_a` is grouped: its weight is [o_groups · o_lora_rank, heads · head_dim / o_groups], and rows
-g · o_lora_rank … (g+1) · o_lora_rank - 1 see only the channels x_g of head group g. So does the adapter: A is shared by
-the groups, B's rows belong to them, and y_g = x_g · W_gᵀ + (x_g · Aᵀ) · B_gᵀ = x_g · (W_g + B_g · A)ᵀ. Row by row that
-is the standard merge W + B · A of the whole matrix; a PEFT Linear of this shape, called with x_g and cut to the rows of
-g, gives the same. A stack that multiplies by `wo_a.weight` itself (a view by groups and an einsum, say) never calls the
-Linear, so PEFT's active adapter would be passed over without an error: merge there."""
-
-_USE: dict[Kind, str] = {
-    "peft adapter": f"""`peft.PeftModel.from_pretrained(drafter, FOLDER)` adapts a module tree that has Linear modules
-under the release's names, with or without a prefix (`mtp.0.attn.wq_a`, …). The scale is lora_alpha / r = 1. The base
-must be the native drafter named above, dequantised: added to FP8 codes, the update would be rounded to their grid.
-
-{_WO_A}""",
-    "merged projections": """Every tensor is W + B · A in fp32 under the release's name and replaces the tensor of that
-name, with its scale (`.scale`) where the release stores FP8. All other tensors stay the native drafter's. `wo_a` is
-grouped; its adapter shares A among the groups and B's rows belong to them, so that the merge by rows is the standard
-one of the whole matrix.""",
-}
 
 
 def statement(candidate: Candidate) -> str:
@@ -60,6 +43,7 @@ def build_card(candidate: Candidate, kind: Kind, files: Mapping[str, FileRecord]
         "finish": _receipt(candidate.finish),
         "train": _receipt(candidate.train),
         "gain": GAIN,
+        "judged_on": judged_on(candidate.splits, candidate.target),
         "splits": {split: _split(candidate, split) for split in candidate.splits},
         "recipe": candidate.recipe.model_dump(mode="json"),
         "base": candidate.g2.identities.model_dump(mode="json"),
@@ -74,6 +58,7 @@ def build_card(candidate: Candidate, kind: Kind, files: Mapping[str, FileRecord]
 def render_readme(candidate: Candidate, card: Mapping[str, Any]) -> str:
     """The card as a page."""
     kind: Kind = card["kind"]
+    notes = family_of(candidate.config).notes
     lines = [f"# {card['statement']}", ""]
     if not candidate.qualified:
         lines += ["This adapter did not pass its gates. It is here for study; nothing shows that it is better.", ""]
@@ -96,11 +81,16 @@ def render_readme(candidate: Candidate, card: Mapping[str, Any]) -> str:
         "",
         f"Gain: {GAIN}; the interval is the percentile interval of {resamples:,} resamples of requests, seed {seed}.",
         "",
+        "## Judged on",
+        "",
+        TRAJECTORY,
+        "",
+        *_bullets({row["judged on"]: row["which"] for row in judged_on_rows(card["judged_on"])}),
+        "",
         "## Evidence",
         "",
         *_bullets({"receipt of finish": card["finish"]["receipt_json_sha256"]}),
         *_bullets({"receipt of train": card["train"]["receipt_json_sha256"]}),
-        *_bullets(card["base"]),
         "",
         "## Recipe",
         "",
@@ -108,10 +98,9 @@ def render_readme(candidate: Candidate, card: Mapping[str, Any]) -> str:
         "",
         "## Use",
         "",
-        _USE[kind],
+        notes.adapter if kind == "peft adapter" else notes.merged,
         "",
-        "Adapted: `main_proj` and every stage's attention projections and shared expert. Embedding, LM head, routed "
-        "experts, norms, router, hyper-connections, Markov and confidence heads are the base's own and not in here.",
+        f"Adapted: {notes.adapted}",
         "",
     ]
     return "\n".join(lines)

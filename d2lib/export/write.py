@@ -15,6 +15,8 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
+from d2lib.drafter.config import DrafterConfig
+from d2lib.drafter.family import family_of
 from d2lib.drafter.lora import lora_targets, merge
 from d2lib.errors import Refused, Unexpected
 from d2lib.export.candidate import Candidate, open_candidate
@@ -43,9 +45,10 @@ def export_adapter(run: Path, to: Path, *, unqualified: bool = False) -> Candida
     """
     _check_target(run, to)
     candidate = open_candidate(run, unqualified=unqualified)
+    settings = peft_config(candidate.config, candidate.rank)
     files = {
         ADAPTER_MODEL: save(peft_tensors(candidate.adapter), metadata={"format": "pt"}),
-        ADAPTER_CONFIG: (json.dumps(peft_config(candidate), indent=2, sort_keys=True) + "\n").encode(),
+        ADAPTER_CONFIG: (json.dumps(settings, indent=2, sort_keys=True) + "\n").encode(),
     }
     publish_folder(to, _with_card(candidate, "peft adapter", files).items())
     return candidate
@@ -83,22 +86,23 @@ def peft_tensors(adapter: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{_PREFIX}{name}.weight": tensor.detach().cpu().contiguous() for name, tensor in adapter.items()}
 
 
-def peft_config(candidate: Candidate) -> dict[str, Any]:
-    """What PEFT must know: a LoRA of scale 1 on exactly these modules, by their whole names."""
+def peft_config(config: DrafterConfig, rank: int) -> dict[str, Any]:
+    """What PEFT must know: a LoRA of scale 1 on exactly these modules."""
+    modules = family_of(config).peft_modules or lora_targets
     return {
         "peft_type": "LORA",
         "task_type": None,
         "inference_mode": True,
         "base_model_name_or_path": None,
         "revision": None,
-        "r": candidate.rank,
-        "lora_alpha": candidate.rank,
+        "r": rank,
+        "lora_alpha": rank,
         "lora_dropout": 0.0,
         "use_rslora": False,
         "use_dora": False,
         "fan_in_fan_out": False,
         "bias": "none",
-        "target_modules": lora_targets(candidate.config),
+        "target_modules": modules(config),
         "modules_to_save": None,
         "rank_pattern": {},
         "alpha_pattern": {},

@@ -62,7 +62,7 @@ def evaluate_split(
     population = k2.population(assembly.manifest, split)
     blocks = assembly.blocks(split)
     first = next(iter(population))
-    weights, adapter = ({n: t.to(device) for n, t in tensors.items()} for tensors in (assembly.weights, adapter))
+    weights, adapter = assembly.load_weights(device), {name: t.to(device) for name, t in adapter.items()}
     scorer = Scorer(
         {
             "baseline": reference_drafter(assembly.config, weights),

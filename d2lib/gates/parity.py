@@ -91,7 +91,7 @@ def compare_drafts(
     for request, lived in k2.rounds.items():
         for start in range(0, len(lived), _BATCH):
             part = lived[start : start + _BATCH]
-            batch = blocks.rounds_batch(request, [found.anchor for found in part])
+            batch = blocks.rounds_batch(request, [found.anchor for found in part]).to(drafter.reference.head.device)
             drafts = drafter.draft_batch(batch, DRAFTS).tolist()
             for place, (found, again) in enumerate(zip(part, drafts, strict=True)):
                 if again != list(found.drafts):

@@ -6,7 +6,8 @@ logits of the next slot are the teacher-forced logits. The accepted length is th
 whose teacher-forced argmax is the committed token, and what later slots would have drafted does not matter.
 
 Arithmetic is REF's. Rounds go together through batched REF, which has the same bits; a scorer proves that at its start
-on rounds of the data at hand, and goes one by one where it does not hold.
+on rounds of the data at hand, and again on the first rounds of every width of context that these did not have. It goes
+one by one where it does not hold.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from d2lib.drafter.batch import BlockBatch
-from d2lib.drafter.batched import BatchedReference, select_rounds, self_check
+from d2lib.drafter.batched import BatchedReference, padded_widths, select_rounds, self_check
 from d2lib.drafter.kernels import fold, one_thread
 from d2lib.drafter.reference import Reference, teacher_logits
 from d2lib.errors import Interrupted, Refused
@@ -29,6 +30,8 @@ from d2lib.gates.journal import Computation, Journal
 from d2lib.gates.request import RequestScore
 
 _BATCH = 256
+_PROBES = 8
+"""Rounds on which a width of context is proven."""
 _BATCH_LOGITS = 1 << 22
 """Rounds go together up to the first number, fewer where their logits would exceed the second (32 MiB in float64)."""
 
@@ -93,7 +96,7 @@ class Scorer:
         probe: rounds of the kind that will be scored, for the check at the start.
 
     Attributes:
-        batched: whether rounds go together. note: the same in words, for the receipt.
+        batched: whether rounds go together.
     """
 
     def __init__(self, arms: Mapping[str, Reference], probe: BlockBatch) -> None:
@@ -109,12 +112,16 @@ class Scorer:
         self._many = {
             name: BatchedReference(arm.config, arm.weights, arm.adapter or None) for name, arm in arms.items()
         }
+        self._probes = len(probe)
+        self._proven = set(padded_widths(first.config, probe))
         self.batched = all(self_check(arm, probe) for arm in arms.values()) and self._same_alone(probe)
-        self.note = (
-            f"batched reference arithmetic: the same bits as one by one on {len(probe)} probe rounds"
-            if self.batched
-            else "one round at a time: batched arithmetic does not give the same bits on this machine"
-        )
+
+    @property
+    def note(self) -> str:
+        """How rounds are computed, in words, for the receipt."""
+        if self.batched:
+            return f"batched reference arithmetic: the same bits as one by one on {self._probes} probe rounds"
+        return "one round at a time: batched arithmetic does not give the same bits on this machine"
 
     @property
     def computation(self) -> Computation:
@@ -125,6 +132,7 @@ class Scorer:
     @torch.no_grad()
     def score(self, batch: BlockBatch) -> dict[str, tuple[Tensor, Tensor]]:
         """Arm → `measure` of the batch's rounds, all of which must be complete."""
+        self._prove(batch)
         teacher = log_softmax(teacher_logits(self.head, batch.teacher_hidden)[batch.teacher])
         return {name: measure(self._logits(name, batch), teacher, batch.target) for name in self._one}
 
@@ -176,6 +184,15 @@ class Scorer:
         if self.batched:
             return self._many[name].forward_batch(batch)[1]
         return torch.stack([self._one[name].forward(batch.round(index)).logits for index in range(len(batch))])
+
+    def _prove(self, batch: BlockBatch) -> None:
+        """Check the first rounds of a width of context that no check had."""
+        for width, rounds in padded_widths(next(iter(self._one.values())).config, batch).items():
+            if self.batched and width not in self._proven:
+                part = select_rounds(batch, rounds[:_PROBES])
+                self.batched = all(self_check(arm, part) for arm in self._one.values())
+                self._proven.add(width)
+                self._probes += len(part)
 
     def _same_alone(self, probe: BlockBatch) -> bool:
         """Whether the probe's measures, too, are the same bits together and alone."""

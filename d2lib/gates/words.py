@@ -41,7 +41,7 @@ def summary(judged: Mapping[ScoredSplit, SplitVerdict]) -> str:
         f"[{signed(one.bootstrap['lower'])}, {signed(one.bootstrap['upper'])}], {_population(one)}"
         for split, one in judged.items()
     ]
-    return f"gains in {TOKENS}, with their {level:.0%} intervals: {'; '.join(splits)}"
+    return f"Gains in {TOKENS}, each with its {level:.0%} interval: {'; '.join(splits)}"
 
 
 def _population(judgement: SplitVerdict) -> str:

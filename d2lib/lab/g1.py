@@ -14,7 +14,7 @@ from d2lib.data.integrity import coverage_rows, integrity_rows
 from d2lib.drafter.batched import BatchedReference
 from d2lib.files import sha256_file
 from d2lib.gates.parity import Parity, compare_drafts
-from d2lib.lab.model import load_model
+from d2lib.lab.model import WEIGHTS, load_model, target_folder
 from d2lib.lab.replay import replay_rows
 
 TOLERANCE = 5e-3
@@ -35,11 +35,12 @@ class G1:
         return all(row.holds for row in self.rows)
 
 
-def run_g1(assembly: Assembly, *, progress: Callable[[str], object] = lambda _: None) -> G1:
+def run_g1(assembly: Assembly, *, device: str = "cpu", progress: Callable[[str], object] = lambda _: None) -> G1:
     """Integrity of every split (a), exact replay of dev (b), K2 coverage, parity with the live drafts.
 
     Args:
         assembly: what capture made.
+        device: what drafts again for the parity; the replay is the CPU's, whose bits are stored.
         progress: called with each part's name before it starts.
     """
     folder, manifest = assembly.folder, assembly.manifest
@@ -50,7 +51,7 @@ def run_g1(assembly: Assembly, *, progress: Callable[[str], object] = lambda _: 
     replay = replay_rows(target, manifest, folder, "dev")
     progress("K2 coverage")
     rows += replay + coverage_rows(manifest, folder, {split: assembly.k2_path(split) for split in SCORED})
-    drafter = BatchedReference(assembly.config, assembly.weights)
+    drafter = BatchedReference(assembly.config, assembly.load_weights(device))
     parities = []
     for split in SCORED:
         progress(f"parity on {split}")
@@ -58,7 +59,8 @@ def run_g1(assembly: Assembly, *, progress: Callable[[str], object] = lambda _: 
     rows += [parity.row() for parity in parities]
     entries = manifest.split("dev")
     digests = assembly.identities
-    live = {name: folder / name for name in ("target.safetensors", "native.safetensors")}
+    weights = target_folder(folder) / WEIGHTS
+    live = {WEIGHTS: weights, "native.safetensors": folder / "native.safetensors"}
     valid = {name: all(_names(assembly, split, path) for split in SCORED) for name, path in live.items()}
     live |= {K2_NAMES[split]: assembly.k2_path(split) for split in SCORED}
     valid |= {K2_NAMES[split]: parity.row().holds for split, parity in zip(SCORED, parities, strict=True)}
@@ -71,7 +73,7 @@ def run_g1(assembly: Assembly, *, progress: Callable[[str], object] = lambda _: 
             exact=all(row.holds for row in replay),
             positions=sum(entry.span_positions for entry in entries),
             sequences={entry.id: entry.file.sha256 for entry in entries},
-            target=str(sha256_file(folder / "target.safetensors")),
+            target=str(sha256_file(weights)),
         ),
         parity={
             split: ParityRecord(

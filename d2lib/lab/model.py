@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+from pydantic import Field
 from torch import Tensor
 
-from d2lib.files import read_json
+from d2lib.data.manifest import Digest
+from d2lib.errors import Refused
+from d2lib.files import Record, read_json, sha256_file
 from d2lib.lab.target import TargetOutput, load_target
 
 
@@ -60,8 +63,42 @@ class LanguageModel(Protocol):
         ...
 
 
+WEIGHTS = "target.safetensors"
+
+
+class Elsewhere(Record):
+    """A target.json that stands for a target which lies in another folder: where, and the digests of its two files."""
+
+    kind: Literal["elsewhere"] = "elsewhere"
+    folder: str = Field(min_length=1)
+    """Absolute; holds target.json and target.safetensors."""
+    description: Digest
+    weights: Digest
+
+
+def target_folder(assembly: Path) -> Path:
+    """The folder of an assembly's target: the assembly itself, or the one that its target.json names by its digests.
+
+    Raises:
+        Refused: a file of the target that lies elsewhere is missing or is another one.
+    """
+    described = read_json(assembly / "target.json")
+    if not isinstance(described, dict) or described.get("kind") != "elsewhere":
+        return assembly
+    named = Elsewhere.parse(described, assembly / "target.json", message="not a target that lies elsewhere")
+    folder = Path(named.folder)
+    if not folder.is_absolute():
+        raise Refused("a target's folder is an absolute path", found=named.folder, where=assembly / "target.json")
+    for name, digest in (("target.json", named.description), (WEIGHTS, named.weights)):
+        found = str(sha256_file(folder / name))
+        if found != digest:
+            raise Refused("the target is not the assembly's", expected=digest, found=found, where=folder / name)
+    return folder
+
+
 def load_model(folder: Path) -> LanguageModel:
     """The target of an assembly, from its target.json and target.safetensors; refuses what does not fit."""
+    folder = target_folder(folder)
     described = read_json(folder / "target.json")
     if isinstance(described, dict) and described.get("kind") == "huggingface":
         from d2lib.lab.hf_target import load_huggingface

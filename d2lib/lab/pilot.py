@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d2lib.admission.records import PilotArm, PilotArms, PilotReceipt, SampleRecord, ScoresFile, write_record
+from d2lib.admission.records import (
+    Arithmetic,
+    PilotArm,
+    PilotArms,
+    PilotReceipt,
+    SampleRecord,
+    ScoresFile,
+    write_record,
+)
 from d2lib.admission.source import SOURCE_MAP, check_numerical, check_source, snapshot_source
 from d2lib.data.assembly import Assembly
 from d2lib.data.manifest import Split
@@ -20,12 +28,14 @@ from d2lib.data.sample import SAMPLED, frozen_sample
 from d2lib.drafter.config import DrafterConfig
 from d2lib.drafter.family import reference_drafter
 from d2lib.drafter.lora import Adapter, load_adapter, save_adapter
+from d2lib.drafter.weights import Weights
 from d2lib.errors import Refused
 from d2lib.files import fsync_folder, sha256_file, write_json
 from d2lib.gates.evaluate import PROBE_ROUNDS
 from d2lib.gates.pilot import PilotAdapters, PilotScores, PilotVerdict, judge_pilot
 from d2lib.gates.scoring import Scorer, score_sample
-from d2lib.train.loop import TrainResult, finished, train
+from d2lib.train.arms import Precision
+from d2lib.train.loop import TrainResult, arithmetic, finished, train
 from d2lib.train.recipe import Recipe
 from d2lib.train.schedule import total_updates
 
@@ -66,6 +76,8 @@ def run_pilot(
     g1: Path,
     presented_blocks: int,
     sample_size: int,
+    precision: Precision = "fp32",
+    device: str = "cpu",
     stop: Callable[[], bool] = lambda: False,
     progress: Callable[[str], object] = lambda _: None,
 ) -> Pilot:
@@ -81,16 +93,20 @@ def run_pilot(
         g1: g1.json, which the receipt is bound to.
         presented_blocks: each arm presents so many, rounded up to whole updates.
         sample_size: rounds of each sampled split.
+        precision: of the FAST arm's large products. device: what trains and scores; both stand in the receipt.
     """
     out.mkdir(parents=True, exist_ok=True)
     _snapshot(out, progress)
     blocks = assembly.blocks("train")
     updates = -(-presented_blocks // recipe.batch)
     identity: dict[str, Any] = {"namespace": namespace, "g1": str(sha256_file(g1)), **assembly.identities}
+    weights = assembly.load_weights(device)
+    computed = arithmetic(precision, device, torch.get_num_threads())
     arms = {}
     for name, backend in (("fast", "fast"), ("ref", "ref")):
         progress(f"{name.upper()} arm")
-        arms[name] = _arm(blocks, assembly, recipe, out, name, backend, identity, updates, stop)
+        own = computed | ({"precision": "fp32"} if backend == "ref" else {}) | {"device": device}
+        arms[name] = _arm(blocks, assembly, weights, recipe, out, name, backend, identity, own, updates, stop)
         _export(out / f"{name}.safetensors", arms[name].adapter, assembly.config)
     digests = {name: str(sha256_file(out / f"{name}.safetensors")) for name in arms}
 
@@ -100,8 +116,11 @@ def run_pilot(
         populations[split] = (file.sha256, file.population(assembly.manifest, split))
     sample = frozen_sample(namespace, populations, sample_size)
     drafters = {
-        "baseline": reference_drafter(assembly.config, assembly.weights),
-        **{name: reference_drafter(assembly.config, assembly.weights, arm.adapter) for name, arm in arms.items()},
+        "baseline": reference_drafter(assembly.config, weights),
+        **{
+            name: reference_drafter(assembly.config, weights, {key: t.to(device) for key, t in arm.adapter.items()})
+            for name, arm in arms.items()
+        },
     }
     request, anchors = next(iter(populations["dev"][1].items()))
     scorer = Scorer(drafters, assembly.blocks("dev").rounds_batch(request, anchors[:PROBE_ROUNDS]))
@@ -126,6 +145,7 @@ def run_pilot(
         namespace=namespace,
         verdict=verdict.verdict,
         recipe=recipe.model_dump(mode="json"),
+        arithmetic=Arithmetic.model_validate(computed),
         manifest_sha256=assembly.identities["manifest"],
         k2={split: assembly.identities[f"k2_{split}"] for split in SAMPLED},
         g1_sha256=str(sha256_file(g1)),
@@ -176,29 +196,34 @@ def _export(path: Path, adapter: Adapter, config: DrafterConfig) -> None:
 def _arm(
     blocks: Any,
     assembly: Assembly,
+    weights: Weights,
     recipe: Recipe,
     out: Path,
     name: str,
     backend: Any,
     identity: dict[str, Any],
+    computed: dict[str, Any],
     updates: int,
     stop: Callable[[], bool],
 ) -> TrainResult:
-    """One arm, trained now or taken from its finished file when an earlier attempt got that far."""
+    """One arm, trained now, or taken from its finished file when an earlier attempt got that far and computed alike."""
     final = out / f"{name}.pt"
     if final.exists():
-        bound = identity | {"run": name, "recipe": recipe.model_dump(), "backend": backend, "blocks": len(blocks)}
+        own = {"run": name, "recipe": recipe.model_dump(), "backend": backend, "blocks": len(blocks)}
+        bound = identity | own | computed
         total = min(updates, total_updates(len(blocks), recipe))
         return finished(final, assembly.config, bound | {"total": total})
     return train(
         blocks,
         assembly.config,
-        assembly.weights,
+        weights,
         recipe,
         out,
         name=name,
         identity=identity,
         backend=backend,
+        precision=computed["precision"],
+        device=computed["device"],
         resume=True,
         save_every=60.0,
         limit_updates=updates,

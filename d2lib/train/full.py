@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from d2lib.data.assembly import Assembly
 from d2lib.drafter.lora import Adapter
 from d2lib.errors import Refused
 from d2lib.files import Hashed, canonical_json, read_json, sha256_bytes
-from d2lib.train.arms import Precision
-from d2lib.train.loop import TrainResult, finished, train
+from d2lib.train.arms import DTYPES, Precision
+from d2lib.train.loop import TrainResult, arithmetic, finished, train
 from d2lib.train.pins import Pins
 from d2lib.train.recipe import Recipe, from_receipt
 from d2lib.train.schedule import total_updates
@@ -35,6 +37,8 @@ class Admitted:
         if not isinstance(value, dict) or value.get("admitted") is not True:
             raise Refused("nothing was admitted here", expected="admitted.json of an admission that holds", where=path)
         self.path = path
+        self.arithmetic: dict[str, Any] = dict(value.get("arithmetic") or {})
+        """The pilot's precision, device, torch and threads; empty where its receipt is older than their record."""
         self.identities: dict[str, str] = dict(value["identities"])
         self.recipe: Recipe = from_receipt(value, where=path)
         digest = str(sha256_bytes(canonical_json(self.recipe.model_dump(mode="json"))))
@@ -55,6 +59,19 @@ class Admitted:
                     expected=self.identities.get(name),
                     found=digest,
                     where=assembly.folder,
+                )
+
+    def check_arithmetic(self, precision: Precision, device: str, threads: int) -> None:
+        """Refuse another precision, kind of device, torch or number of threads than the pilot's; names what differs."""
+        here = arithmetic(precision, device, threads)
+        for name, value in self.arithmetic.items():
+            if here.get(name) != value:
+                raise Refused(
+                    f"full training would compute with another {name} than its pilot",
+                    expected=value,
+                    found=here.get(name),
+                    where=self.path,
+                    remedy="train as the pilot was trained; another way to compute needs a pilot of its own",
                 )
 
     @property
@@ -82,17 +99,18 @@ def full_training(
     is bound to is compared, and nothing is trained.
     """
     admitted.check(assembly)
+    admitted.check_arithmetic(precision, device, torch.get_num_threads() if threads is None else threads)
     if pins is not None:
         pins.compare(
             assembly.folder, namespace=admitted.identities["namespace"], manifest=assembly.identities["manifest"]
         )
         pins.compare_data(assembly.folder, assembly.manifest, admitted.recipe)
     if os.path.lexists(out / f"{NAME}.pt"):
-        return _completed(assembly, admitted, out)
+        return completed(assembly, admitted, out)
     return train(
         assembly.blocks("train"),
         assembly.config,
-        assembly.weights,
+        assembly.load_weights(device, DTYPES[precision]),
         admitted.recipe,
         out,
         name=NAME,
@@ -110,10 +128,16 @@ def full_training(
 
 def full_adapter(assembly: Assembly, admitted: Admitted, out: Path) -> Adapter:
     """The completed full run's adapter; refuses one that is unfinished, short, or bound to something else."""
-    return _completed(assembly, admitted, out).adapter
+    return completed(assembly, admitted, out).adapter
 
 
-def _completed(assembly: Assembly, admitted: Admitted, out: Path) -> TrainResult:
+def completed(assembly: Assembly, admitted: Admitted, out: Path) -> TrainResult:
+    """The completed full run in `out`, from its final checkpoint alone.
+
+    Raises:
+        Refused: missing, damaged, unfinished, or bound to something else than the admitted recipe, over all its epochs,
+            on this assembly.
+    """
     blocks = len(assembly.blocks("train"))
     return finished(
         out / f"{NAME}.pt",

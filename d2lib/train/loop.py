@@ -122,10 +122,8 @@ def train(
             "run": name,
             "recipe": recipe.model_dump(),
             "backend": backend,
-            "precision": precision,
+            **arithmetic(precision, device, torch.get_num_threads()),
             "device": device,
-            "threads": torch.get_num_threads(),
-            "torch": str(torch.__version__),
             "blocks": len(blocks),
             "total": total,
             "initialization": str(initialization),
@@ -161,6 +159,12 @@ def train(
             checkpoint.save(boundary, state)
         checkpoint.save(final, replace(state, seconds=0.0))
     return finished(final, config)
+
+
+def arithmetic(precision: Precision, device: str, threads: int) -> dict[str, Any]:
+    """What decides a training's last bits beside its code, as a pilot's receipt records it."""
+    kind = torch.device(device).type
+    return {"precision": precision, "device": kind, "threads": threads, "torch": str(torch.__version__)}
 
 
 def finished(path: Path, config: DrafterConfig, bound: Mapping[str, Any] | None = None) -> TrainResult:

@@ -35,6 +35,9 @@ function inspect() {
     headings: [...document.querySelectorAll("h1, h2, h3, h4, h5, h6")].map((node) => Number(node.localName[1])),
     overflow: page.scrollWidth > page.clientWidth ? `${page.scrollWidth} px at ${page.clientWidth}: ${wide.slice(0, 3).map(name).join(", ")}` : "",
     cards: [...document.querySelectorAll("figure.plot")].map((node) => getComputedStyle(node).backgroundColor),
+    sideways: [...document.querySelectorAll(".d2-gates")].filter((node) => node.scrollWidth > node.clientWidth).length,
+    stacked: [...document.querySelectorAll(".celltag_figures")].map((cell) => [...cell.querySelectorAll("figure.plot")].slice(0, 2))
+      .filter(([one, two]) => Math.abs(one.getBoundingClientRect().top - two.getBoundingClientRect().top) > 1).length,
     broken: [...document.images].filter((image) => !image.complete || !image.naturalWidth).length,
   };
 }
@@ -86,6 +89,8 @@ async function look(browser, file, view, report) {
   const facts = await page.evaluate(inspect);
   for (const value of facts.resources) report(`not self-contained: ${value}`);
   if (width < 500 && facts.overflow) report(`the page scrolls sideways: ${facts.overflow}`);
+  if (width < 500 && facts.sideways) report(`${facts.sideways} tables of gates scroll sideways`);
+  if (width > 1200 && facts.stacked) report("figures of one cell stand below each other on a wide screen");
   if (facts.broken) report(`${facts.broken} pictures cannot be shown`);
   if (facts.cards.some((colour) => colour !== "rgb(255, 255, 255)")) report("a plot does not lie on a white card");
   if (facts.headings.filter((level) => level === 1).length !== 1) report("not exactly one first heading");

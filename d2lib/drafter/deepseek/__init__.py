@@ -2,7 +2,8 @@
 
 from d2lib.drafter.deepseek.card import inspect
 from d2lib.drafter.deepseek.config import DeepseekConfig
-from d2lib.drafter.deepseek.fast import DeepseekFast
+from d2lib.drafter.deepseek.fast import DeepseekFast, activations
+from d2lib.drafter.deepseek.notes import NOTES
 from d2lib.drafter.deepseek.reference import DeepseekReference
 from d2lib.drafter.deepseek.weights import EMBED, HEAD, fresh, lora_targets, projections, shapes
 from d2lib.drafter.family import Family
@@ -15,7 +16,9 @@ FAMILY = Family(
     fresh=fresh,
     lora_targets=lora_targets,
     projections=projections,
-    inspect=inspect,
     reference=DeepseekReference,
     fast=DeepseekFast,
+    activations=activations,
+    notes=NOTES,
+    inspect=inspect,
 )

@@ -10,10 +10,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from d2lib.drafter.deepseek.config import DeepseekConfig
 from d2lib.drafter.deepseek.layers import Mixes
 from d2lib.drafter.deepseek.reference import DeepseekReference
 from d2lib.drafter.deepseek.rotary import rotary_angles, rotate
 from d2lib.drafter.fast import FastDrafter, fast_rms_norm
+
+
+def activations(config: DeepseekConfig, blocks: int, seen: int) -> int:
+    """See Family.activations. Counted by what each part keeps for its gradient, rounded up."""
+    c = config
+    slots, rows = blocks * c.block_size, blocks * seen
+    kept = seen + c.block_size
+    motion = 2 * c.hc_mult * c.dim + 3 * c.dim + 4 * c.hc_sinkhorn_iters * c.hc_mult**2
+    attention = 3 * c.q_lora_rank + 4 * c.head_inner + 3 * c.n_heads * (kept + 1) + 2 * c.o_groups * c.o_lora_rank
+    experts = 3 * c.n_routed_experts + (c.n_activated + 1) * (4 * c.moe_inter_dim + 2 * c.dim)
+    keys = (rows + slots) * 4 * c.head_dim + 2 * blocks * kept * c.head_dim
+    stages: int = c.n_stages * (slots * (2 * motion + attention + experts) + keys)
+    return stages + rows * (c.n_taps + 2) * c.dim + slots * 4 * c.dim
 
 
 class DeepseekFast(FastDrafter, DeepseekReference):

@@ -1,8 +1,9 @@
 """Dense drafters: DSpark and DFlash with Qwen3-style blocks over a target's hidden states."""
 
 from d2lib.drafter.dense.card import inspect
-from d2lib.drafter.dense.config import DenseConfig, lora_targets, shapes
-from d2lib.drafter.dense.fast import DenseFast
+from d2lib.drafter.dense.config import DenseConfig, lora_targets, peft_modules, shapes
+from d2lib.drafter.dense.fast import DenseFast, activations
+from d2lib.drafter.dense.notes import NOTES
 from d2lib.drafter.dense.reference import DenseReference
 from d2lib.drafter.dense.weights import EMBED, HEAD, fresh, projections
 from d2lib.drafter.family import Family
@@ -15,7 +16,10 @@ FAMILY = Family(
     fresh=fresh,
     lora_targets=lora_targets,
     projections=projections,
-    inspect=inspect,
     reference=DenseReference,
     fast=DenseFast,
+    activations=activations,
+    peft_modules=peft_modules,
+    notes=NOTES,
+    inspect=inspect,
 )

@@ -26,6 +26,7 @@ _ROPE_FIELDS: dict[RopeType, tuple[str, ...]] = {
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
+_LARGEST = 2**31 - 1  # a position that a server's int32 holds
 _LAYER_TARGETS = (
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -47,7 +48,7 @@ class Rope(Record):
     theta: float = Field(gt=0)
     factor: float = Field(default=1.0, ge=1)
     """Context extension; must be given for every type but `default`."""
-    original_max_position_embeddings: int | None = Field(default=None, gt=0)
+    original_max_position_embeddings: int | None = Field(default=None, gt=0, le=_LARGEST)
     """Positions before the extension; for `yarn` the drafter's max_position_embeddings when None."""
     low_freq_factor: float = Field(default=1.0, gt=0)
     high_freq_factor: float = Field(default=4.0, gt=0)
@@ -92,10 +93,10 @@ class DenseConfig(DrafterConfig):
     attention_bias: bool = False
     """Biases on the query, key, value and output projections."""
     rope: Rope
-    max_position_embeddings: int = Field(gt=0)
+    max_position_embeddings: int = Field(gt=0, le=_LARGEST)
     layer_types: tuple[LayerType, ...] = Field(strict=False)
     """What each layer sees of the context: every row before the anchor, or the last `sliding_window - 1`."""
-    sliding_window: int | None = Field(default=None, gt=0)
+    sliding_window: int | None = Field(default=None, gt=0, le=_LARGEST)
     """Width w of sliding layers: query row r of anchor a sees context rows j >= a + r - (w - 1)."""
     causal: tuple[bool, ...] = Field(strict=False)
     """Whether a layer's query rows see only themselves and the block's rows before them."""
@@ -250,6 +251,11 @@ def lora_targets(config: DenseConfig) -> list[str]:
     Embedding, heads, norms and biases stay frozen.
     """
     return ["fc"] + [f"layers.{layer}.{name}" for layer in range(config.n_layers) for name in _LAYER_TARGETS]
+
+
+def peft_modules(config: DenseConfig) -> list[str]:
+    """The last parts of the adapted modules' names, which is how servers want them told in a PEFT folder."""
+    return sorted({name.rpartition(".")[2] for name in lora_targets(config)})
 
 
 def _linear(name: str, out: int, inner: int, *, bias: bool) -> dict[str, tuple[int, ...]]:

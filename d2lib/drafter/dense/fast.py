@@ -20,10 +20,22 @@ from torch.nn import functional as F
 from d2lib.drafter.batch import BlockBatch
 from d2lib.drafter.config import DrafterConfig
 from d2lib.drafter.dense.attention import SeenRows, block_attention
+from d2lib.drafter.dense.config import DenseConfig
 from d2lib.drafter.dense.reference import DenseReference
 from d2lib.drafter.dense.rotary import rotary_angles
 from d2lib.drafter.fast import FastDrafter
 from d2lib.errors import Refused
+
+
+def activations(config: DenseConfig, blocks: int, seen: int) -> int:
+    """See Family.activations. Counted by what each part keeps for its gradient, rounded up."""
+    c = config
+    slots, rows = blocks * c.n_rows, blocks * seen
+    kept = seen + c.n_rows
+    queries, keys = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    layer = slots * (5 * c.dim + 4 * queries + 4 * c.n_heads * kept + 4 * c.inter_dim)
+    layer += (rows + slots) * 5 * keys + 6 * blocks * kept * keys
+    return c.n_layers * layer + rows * (c.n_taps + 2) * c.dim + slots * 4 * c.dim
 
 
 class DenseFast(FastDrafter, DenseReference):

@@ -41,6 +41,8 @@ OWN = {
 MAX_POSITIONS = 32768
 """max_position_embeddings where a file has none: Qwen3Config's. Yarn, whose frequencies need it, asks for it."""
 
+_CAUSAL = {"specforge": f"{DRAFT_OF_SPECFORGE}.causal", "speculators": "sliding_window_non_causal"}
+
 ROPE = {
     "default": (),
     "linear": ("factor",),
@@ -76,7 +78,8 @@ def place_of(source: Source, field: str) -> str:
     if field == "rope":
         return rope_place(source)
     if field == "causal":
-        return "is_causal"
+        explicit = source.places("is_causal") or source.store == "deepspec"
+        return "is_causal" if explicit else _CAUSAL[source.store]
     if field == "layout":
         return f"{DRAFT_OF_SPECFORGE}.projector_type" if source.store == "specforge" else "sample_from_anchor"
     name = taps_name(source.store) if field == "target_layer_ids" else OWN.get(field, field)
@@ -151,8 +154,9 @@ def _causal(source: Source, kinds: Any) -> list[Any] | None:
     explicit = source.own("is_causal", source.draft.get("causal"))
     if explicit is not None:
         return [explicit] * len(kinds)
-    sliding = source.store != "speculators" or not source.fields.get("sliding_window_non_causal")
-    return [sliding and kind == "sliding_attention" for kind in kinds]
+    flag = source.fields.get("sliding_window_non_causal", False) if source.store == "speculators" else False
+    sliding = not flag if isinstance(flag, bool) or flag is None else flag  # anything else is left to be refused
+    return [kind == "sliding_attention" and sliding for kind in kinds]
 
 
 def _layout(source: Source) -> Any:

@@ -7,7 +7,7 @@ in what is computed here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from d2lib.drafter.dense.rotary import rotary_angles, rotate
 from d2lib.drafter.heads import ConfidenceHead, MarkovHead
 from d2lib.drafter.kernels import align, fold, paired_products, silu
 from d2lib.drafter.reference import Reference
+
+Turn: TypeAlias = tuple[Tensor, Tensor]
 
 
 class DenseReference(Reference):
@@ -38,7 +40,8 @@ class DenseReference(Reference):
         Context rows pass through no layer: z is every layer's input to its key and value projections.
         """
         z = self._norm(self._project("fc", taps.float()), "hidden_norm")
-        return [part for layer in range(self.config.n_layers) for part in self._key_value(layer, z, positions)]
+        turn = self._turn(positions)
+        return [part for layer in range(self.config.n_layers) for part in self._key_value(layer, z, turn)]
 
     def backbone(self, anchor_token: Tensor, anchor: Tensor, context: Context) -> Tensor:
         """The parallel pass: y [B, K, dim], the slots' rows after the last layer and the final norm; see Reference."""
@@ -47,11 +50,12 @@ class DenseReference(Reference):
         ids = torch.full((rounds, c.n_rows), c.mask_token_id, device=device)
         ids[:, 0] = anchor_token
         positions = (anchor.unsqueeze(1) + torch.arange(c.n_rows, device=device)).flatten()
+        turn = self._turn(positions)
         x = self.embed[ids.flatten()]
         for layer in range(c.n_layers):
             name = f"layers.{layer}"
             h = self._norm(x, f"{name}.input_layernorm")
-            x = x + self._attention(layer, h, positions, context)
+            x = x + self._attention(layer, h, turn, context)
             m = self._norm(x, f"{name}.post_attention_layernorm")
             gate, up = self._project(f"{name}.mlp.gate_proj", m), self._project(f"{name}.mlp.up_proj", m)
             x = x + self._project(f"{name}.mlp.down_proj", silu(gate) * up)
@@ -98,24 +102,25 @@ class DenseReference(Reference):
         everything = torch.ones(n_rows, n_rows, dtype=torch.bool, device=device)
         return everything.tril() if self.config.causal[layer] else everything
 
-    def _key_value(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys, normed and rotated, and values of rows [M, dim] at positions [M]: [M, n_kv_heads, head_dim] each, with
+    def _key_value(self, layer: int, x: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+        """Keys, normed and rotated, and values of rows [M, dim]: [M, n_kv_heads, head_dim] each, with
         zeros up to a multiple of 16 channels."""
         c, name = self.config, f"layers.{layer}.self_attn"
         keys = self._project(f"{name}.k_proj", x).view(-1, c.n_kv_heads, c.head_dim)
         values = self._project(f"{name}.v_proj", x).view(-1, c.n_kv_heads, c.head_dim)
-        return align(self._turned(keys, f"{name}.k_norm", positions)), align(values)
+        return align(rotate(self._norm(keys, f"{name}.k_norm"), *turn)), align(values)
 
-    def _turned(self, x: Tensor, norm: str, positions: Tensor) -> Tensor:
-        cos, sin = (part.unsqueeze(1) for part in rotary_angles(positions, self.config))
-        return rotate(self._norm(x, norm), cos, sin)
+    def _turn(self, positions: Tensor) -> Turn:
+        """Cosine and sine [M, 1, head_dim / 2] of rows at positions [M]: the same for every head and layer."""
+        cos, sin = rotary_angles(positions, self.config)
+        return cos.unsqueeze(1), sin.unsqueeze(1)
 
-    def _attention(self, layer: int, h: Tensor, positions: Tensor, context: Context) -> Tensor:
+    def _attention(self, layer: int, h: Tensor, turn: Turn, context: Context) -> Tensor:
         c, name = self.config, f"layers.{layer}.self_attn"
         q = self._project(f"{name}.q_proj", h).view(-1, c.n_heads, c.head_dim)
-        q = self._turned(q, f"{name}.q_norm", positions).view(-1, c.n_rows, c.n_heads, c.head_dim)
+        q = rotate(self._norm(q, f"{name}.q_norm"), *turn).view(-1, c.n_rows, c.n_heads, c.head_dim)
         keys, values = (context.windows(part) for part in context.parts[2 * layer : 2 * layer + 2])
-        slots = [part.view(len(q), c.n_rows, *part.shape[1:]) for part in self._key_value(layer, h, positions)]
+        slots = [part.view(len(q), c.n_rows, *part.shape[1:]) for part in self._key_value(layer, h, turn)]
         seen, block = self.seen(layer, context.valid), self.block(layer, h.device)
         out = grouped_attention(q, keys, values, seen, slots[0], slots[1], block)
         return self._project(f"{name}.o_proj", out.reshape(-1, c.n_heads * c.head_dim))
@@ -147,12 +152,12 @@ def grouped_attention(
     groups = slot_keys.shape[2]
     q = align(q * width**-0.5).view(rounds, rows, groups, heads // groups, -1).transpose(1, 2)
     left = q.reshape(rounds * groups, rows * (heads // groups), -1).unbind()
-    slots = [align(bank, 1).transpose(1, 2).flatten(0, 1).unbind() for bank in (slot_keys, slot_values)]
+    slot_keys, slot_values = (align(bank, 1).transpose(1, 2).flatten(0, 1) for bank in (slot_keys, slot_values))
 
     # 1. scores of [round, group, row, head of the group] by context row, and by query row
     shape = (rounds, groups, rows, heads // groups, -1)
-    far = paired_products(left, [bank[:, group].T for bank in keys for group in range(groups)]).view(shape)
-    near = paired_products(left, [bank.T for bank in slots[0]]).view(shape)
+    far = paired_products(left, [part for bank in keys for part in bank.permute(1, 2, 0)]).view(shape)
+    near = paired_products(left, slot_keys.transpose(1, 2).unbind()).view(shape)
     hidden = int((~seen).flatten(0, 1).any(0).sum())  # what some row does not see is at the front
     far[..., :hidden].masked_fill_(~seen[:, None, :, None, :hidden], float("-inf"))
     near.masked_fill_(~align(block)[:, None], float("-inf"))
@@ -164,6 +169,6 @@ def grouped_attention(
 
     # 3. values
     far, near = (part.flatten(2, 3).flatten(0, 1) for part in (far, near))
-    out = paired_products(far.unbind(), [bank[:, group] for bank in values for group in range(groups)])
-    out = (out + paired_products(near.unbind(), slots[1])).view(shape) / mass
+    out = paired_products(far.unbind(), [part for bank in values for part in bank.unbind(1)])
+    out = (out + paired_products(near.unbind(), slot_values.unbind())).view(shape) / mass
     return out[..., :width].transpose(1, 2).reshape(rounds, rows, heads, width)

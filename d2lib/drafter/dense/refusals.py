@@ -144,13 +144,16 @@ def _vocabulary(source: Source) -> Iterator[Found]:
     place = source.size_place("vocab_size")
     if source.target is not None and type(size) is int and size != source.target.vocab_size:
         yield Found(place, size, f"the target's {source.target.vocab_size}")
-    draft = source.own("draft_vocab_size")
-    if draft is not None and size is not None and draft != size:
+    draft = source.own("draft_vocab_size", _SPECULATORS_VOCABULARY if source.store == "speculators" else size)
+    if size is not None and draft != size:
         yield Found("draft_vocab_size", draft, f"all {size} tokens")
     for name in VOCABULARY_MAPS:
         tensor = source.dropped.get(name) or source.tensors.get(name)
         if tensor is not None and tensor.shape != (size,):
             yield Found(name, list(tensor.shape), f"one row for each of {size} tokens")
+
+
+_SPECULATORS_VOCABULARY = 32000  # its class's default where the field is absent
 
 
 def _width(source: Source) -> Iterator[Found]:
@@ -181,6 +184,9 @@ def _backbone(source: Source) -> Iterator[Found]:
 def _rope(source: Source) -> Iterator[Found]:
     rope = rope_fields(source)
     place = rope_place(source)
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(source.sizes.get(name, {}), dict | None):
+            yield Found(source.size_place(name), source.sizes[name], "an object of the rope's fields")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE:
         yield Found(f"{place}.rope_type", kind, " or ".join(ROPE))
