@@ -100,7 +100,7 @@ def _coverage(manifest: Manifest, folder: Path, split: Split, path: Path) -> Che
         name=f"K2 coverage, {split}",
         expected=f"{thousands(requests, 'request')}, each with complete rounds, its chain to the end of its span",
         found=found,
-        where=str(path),
+        where=path.name,
         holds=holds,
     )
 
