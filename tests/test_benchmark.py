@@ -157,4 +157,4 @@ def test_a_dense_update_is_measured_like_the_other_familys() -> None:
     config = dense_config(dim=32, vocab_size=64, n_layers=1, head_dim=8)
     rows = measure_update(config, blocks=8, repeats=1, rows=64)
     assert [row.met for row in rows if row.unit == "relative error"] == [True] * 2 * len(TOLERANCES)
-    assert all("dense, 1 layers" in row.at for row in rows)
+    assert all(row.what.startswith("dense FAST update") and "1 full layers" in row.at for row in rows)

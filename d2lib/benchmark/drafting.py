@@ -95,11 +95,23 @@ def measure_update(
         ratio = seconds["ref"] / len(few) * blocks / seconds["fast"]
         # On a GPU, the ratio of the user's own procedure.
         gpu_bound = 47 if config.family == "deepseek" else None
-        found.append(place.row("FAST update", at, "REF update", ratio, "times faster", ">=", 30, gpu_bound))
+        found.append(
+            place.row(f"{_kind(config)}FAST update", at, "REF update", ratio, "times faster", ">=", 30, gpu_bound)
+        )
         tolerances = TOLERANCES if place.dtype == torch.float32 else dict.fromkeys(TOLERANCES, BF16_TOLERANCE)
         for objective, tolerance in tolerances.items():
             error = _disagreement(reference, fast, few, adapter, objective)
-            found.append(Row(f"FAST update, {objective}", at, "REF update", error, "relative error", "<=", tolerance))
+            found.append(
+                Row(
+                    f"{_kind(config)}FAST update, {objective}",
+                    at,
+                    "REF update",
+                    error,
+                    "relative error",
+                    "<=",
+                    tolerance,
+                )
+            )
     return found
 
 
@@ -175,10 +187,24 @@ def measure_scoring(
     at = f"{rounds:,} rounds, {len(batch.positions):,} rows, {_sizes(config)}, fp32 on {place.device}"
     ratio = (seconds["ref"] / literal) / (seconds["batched"] / rounds)
     return [
-        place.row("batched REF scoring", at, "REF one by one", ratio, "times faster", ">=", bound),
-        place.row("batched REF scoring", at, "REF one by one", equal / rounds, "of rounds bit-equal", ">=", 1.0),
+        place.row(f"{_kind(config)}batched REF scoring", at, "REF one by one", ratio, "times faster", ">=", bound),
         place.row(
-            "batched REF's self-check", at, "REF one by one", float(self_check(reference, batch)), "passes", ">=", 1.0
+            f"{_kind(config)}batched REF scoring",
+            at,
+            "REF one by one",
+            equal / rounds,
+            "of rounds bit-equal",
+            ">=",
+            1.0,
+        ),
+        place.row(
+            f"{_kind(config)}batched REF's self-check",
+            at,
+            "REF one by one",
+            float(self_check(reference, batch)),
+            "passes",
+            ">=",
+            1.0,
         ),
     ]
 
@@ -232,10 +258,15 @@ def slope(points: list[tuple[float, float]]) -> float:
     return math.log(y2 / y1) / math.log(x2 / x1)
 
 
+def _kind(config: DrafterConfig) -> str:
+    """What a measure's name starts with: the family, but for the first."""
+    return "" if isinstance(config, DeepseekConfig) else f"{config.family} "
+
+
 def _sizes(config: DrafterConfig) -> str:
     kind = config.family
     if isinstance(config, DeepseekConfig):
         kind = f"window {config.window}, {config.n_stages} stages"
     elif isinstance(config, DenseConfig):
-        kind = f"dense, {config.n_layers} layers, {config.block_size} slots"
+        kind = f"{config.n_layers} full layers, {config.block_size} slots"
     return f"{kind}, dim {config.dim}, V {config.vocab_size:,}"
