@@ -197,6 +197,8 @@ class BenchmarkParams(PhaseParams):
     """By default a GPU where there is one."""
     precision: Literal["fp32", "bf16"] | None = None
     """Of FAST's large products; by default bf16 on a GPU."""
+    speculators_python: str | None = None
+    """Interpreter of an environment that has speculators 0.9, to compare the dense training step with its own."""
 
 
 class CalibrationParams(PhaseParams):

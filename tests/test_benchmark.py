@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 from itertools import product
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from d2lib.benchmark import measure
-from d2lib.benchmark.cases import drafter_config, random_adapter, random_blocks, random_weights
+from d2lib.benchmark.cases import (
+    blocks_at,
+    dense_config,
+    drafter_config,
+    random_adapter,
+    random_blocks,
+    random_weights,
+)
 from d2lib.benchmark.drafting import BF16_TOLERANCE, TOLERANCES, fast_update, measure_update, reference_update, slope
 from d2lib.benchmark.head import LOSSES, HeadCase
-from d2lib.benchmark.measure import Peak, Place, Row, in_child, medians
+from d2lib.benchmark.measure import Place, Row, in_child, medians
+from d2lib.benchmark.step import decayed_kl, measure_training_step, run_sides, write_case
 from d2lib.benchmark.threads import rates
+from d2lib.benchmark.turns import Peak
 from d2lib.drafter.family import fast_drafter, reference_drafter
-from d2lib.errors import Unexpected
+from d2lib.errors import Refused, Unexpected
 
 
 @pytest.mark.parametrize(
@@ -80,7 +94,7 @@ def test_both_sides_of_an_update_compute_the_same(stretch: int) -> None:
 
 def test_in_bf16_only_the_tolerances_are_bounds() -> None:
     sizes = {"dim": 32, "vocab_size": 64, "window": 8, "n_heads": 2, "q_lora_rank": 8, "o_lora_rank": 4}
-    rows = measure_update(blocks=8, repeats=1, place=Place.of("cpu", "bf16"), **sizes)
+    rows = measure_update(drafter_config(**sizes), blocks=8, repeats=1, place=Place.of("cpu", "bf16"))
     speed = [row for row in rows if row.unit == "times faster"]
     errors = [row for row in rows if row.unit == "relative error"]
     assert [row.met for row in speed] == [None, None]
@@ -101,3 +115,46 @@ def test_rates_are_measured_alone_and_beside_a_process_that_ends() -> None:
     assert all(rate > 0 for rate in found.values())
     busy = [process for process in psutil.Process().children() if "while True: pass" in process.cmdline()]
     assert not busy
+
+
+def test_the_sides_of_a_training_step_are_processes_that_take_turns(tmp_path: Path) -> None:
+    config = dense_config(dim=32, vocab_size=64, n_layers=1, head_dim=8)
+    write_case(tmp_path / "case.safetensors", config, rows=40, blocks=4)
+    given = {
+        "case": str(tmp_path / "case.safetensors"),
+        "sizes": config.model_dump(mode="json"),
+        "threads": 1,
+        "device": "cpu",
+    }
+    command = [sys.executable, "-m", "d2lib.benchmark.step"]
+    found = run_sides(
+        {learns: [*command, json.dumps(given | {"learns": learns})] for learns in ("adapter", "weights")}, 1
+    )
+    stored = load_file(tmp_path / "case.safetensors")
+    weights = {name.removeprefix("weights."): value for name, value in stored.items() if name.startswith("weights.")}
+    batch = blocks_at(config, *(stored[name] for name in ("anchor", "tokens", "taps", "hidden")))
+    loss = float(fast_drafter(config, weights).loss(batch, decayed_kl).loss)
+    for side in found.values():
+        assert side.loss == pytest.approx(loss, rel=1e-5)  # an adapter starts at nothing
+        assert side.seconds > 0
+
+
+def test_a_peer_that_does_not_run_is_refused() -> None:
+    with pytest.raises(Refused, match="an interpreter does not start"):
+        measure_training_step("/no/such/python", repeats=1, threads=1, rows=40, blocks=4, dim=32, vocab_size=64)
+    with pytest.raises(Refused, match="does not run"):
+        run_sides({"peer": [sys.executable, "-c", "raise SystemExit('no such package')"]}, 1)
+    assert measure_training_step(None, repeats=1, threads=1, rows=40, blocks=4) == []
+
+
+def test_the_peers_child_needs_torch_alone() -> None:
+    code = "import sys, d2lib.benchmark.peer, d2lib.benchmark.turns; print('pydantic' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_dense_update_is_measured_like_the_other_familys() -> None:
+    config = dense_config(dim=32, vocab_size=64, n_layers=1, head_dim=8)
+    rows = measure_update(config, blocks=8, repeats=1, rows=64)
+    assert [row.met for row in rows if row.unit == "relative error"] == [True] * 2 * len(TOLERANCES)
+    assert all(row.what.startswith("dense FAST update") and "1 full layers" in row.at for row in rows)

@@ -7,17 +7,21 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from coordinator_case import LIBRARY, PROFILE
+from hypothesis import given
+from hypothesis import strategies as st
 
 from d2lib.coordinator.command import main, parser, plan_of, resume_number
-from d2lib.coordinator.contract import JOBS, Plan, job_parameters
+from d2lib.coordinator.contract import JOBS, Plan, job_parameters, parameters_text
 from d2lib.coordinator.profile import Profile, load_profile
 from d2lib.errors import Refused
 from d2lib.evidence.phase import validate_parameters
 from d2lib.params import SCHEMAS
+from d2lib.strict import parse_yaml
 
 ROOT = LIBRARY.parent
 COMMIT = "0123456789abcdef" * 2 + "01234567"
@@ -314,3 +318,24 @@ def test_the_run_pages_commands_are_commands() -> None:
     assert started == ["stage", *JOBS]
     assert any(words[1:2] == ["--stop"] for words in typed)
     assert any("--resume" in words for words in typed)
+
+
+@given(
+    st.dictionaries(
+        st.text("abc_", min_size=1),
+        st.recursive(
+            st.none()
+            | st.booleans()
+            | st.integers(-(2**53), 2**53)
+            | st.floats(allow_nan=False, allow_infinity=False)
+            | st.sampled_from(["1e-3", "7e1234567", "007", "no", "on", "0x1f", "~", "12:30", "2026-01-01", "", " "])
+            | st.text("0123456789e+-.:_ \n\u00e9#", max_size=12),
+            lambda inner: st.lists(inner, max_size=3),
+            max_leaves=4,
+        ),
+    )
+)
+def test_a_parameter_file_is_read_as_it_was_meant(parameters: dict[str, Any]) -> None:
+    text = parameters_text(parameters)
+    assert parse_yaml(text) == parameters
+    assert (yaml.safe_load(text) or {}) == parameters  # as papermill reads it

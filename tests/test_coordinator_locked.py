@@ -50,13 +50,15 @@ class Runner:
         self.module: tuple[str, ...] = ("-m", "d2lib.coordinator.locked")
         self.process: subprocess.Popen[str] | None = None
 
-    def start(self, *command: str, solo: str = "slot-a", more: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    def start(
+        self, *command: str, solo: str = "slot-a", more: tuple[str, ...] = (), stdout: Any = subprocess.PIPE
+    ) -> subprocess.Popen[str]:
         arguments = ("--profile", str(self.profile), "--solo", solo, "--job", "full-fast", "--log", str(self.log))
         self.process = subprocess.Popen(
             (sys.executable, *self.module, *arguments, *more, "--", *command),
             cwd=self.folder,
             env={**os.environ, "PYTHONPATH": str(LIBRARY.parent), "GIT_DIR": "/leak", "CUDA_VISIBLE_DEVICES": "7"},
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.STDOUT,
             text=True,
         )
@@ -631,6 +633,19 @@ def test_a_stop_is_handed_on_and_awaited(runner: Runner, sent: int, got: int) ->
     assert saved.read_text() == str(got)
     assert f"stopping: {signal.Signals(sent).name} to the runner; {signal.Signals(got).name}" in said
     assert "SIGKILL" not in said
+    check_free(runner.locks, "slot-a")
+
+
+def test_a_runner_whose_words_go_nowhere_still_supervises(tmp_path: Path) -> None:
+    """Its log's disk is full: the job is stopped at its boundary as ever, and nothing of it is left."""
+    runner = Runner(tmp_path, memory_limit_gib=0.2)
+    eat = "x = bytearray(300 << 20)\nfor i in range(0, len(x), 4096): x[i] = 1\ntime.sleep(60)"
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        stop = "signal.signal(15, lambda *_: sys.exit(3))"
+        process = runner.start(*touch_and_sleep(tmp_path, stop, then=eat), stdout=full)
+        child = pid_of(tmp_path)
+        assert process.wait(30) == 3
+    assert is_gone(child)
     check_free(runner.locks, "slot-a")
 
 

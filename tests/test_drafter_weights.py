@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tiny import random_batch, tiny_adapter, tiny_config, tiny_weights
 
 from d2lib.benchmark.cases import drafter_config
-from d2lib.benchmark.measure import Peak
+from d2lib.benchmark.turns import Peak
 from d2lib.drafter import weights as drafter_weights
 from d2lib.drafter.deepseek.config import DeepseekConfig
 from d2lib.drafter.deepseek.layers import mixes

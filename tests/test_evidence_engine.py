@@ -260,7 +260,7 @@ def test_a_parameter_on_the_command_line_wins_over_the_file(monkeypatch: pytest.
     [
         ("d2lib.evidence.notebook.os.replace", "working.ipynb"),
         ("d2lib.files.os.link", "working.json"),
-        ("d2lib.files.os.fsync", "working.json"),
+        ("d2lib.files.os.fsync", "working.ipynb"),  # the first thing that is made durable
         ("d2lib.evidence.ledger._write", "LEDGER.jsonl"),
         ("d2lib.evidence.seal.write_exclusive", ""),
         ("d2lib.evidence.engine.describe_environment", ""),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from d2lib.benchmark.measure import Peak
+from d2lib.benchmark.turns import Peak
 from d2lib.entry import run_command
 
 

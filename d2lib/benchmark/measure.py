@@ -121,39 +121,3 @@ def in_child(task: str, *, environment: Mapping[str, str] | None = None, **argum
         raise Unexpected("a measurement failed", found=done.stderr.strip().rpartition("\n")[2], where=task)
     figures: dict[str, float] = json.loads(done.stdout)
     return figures
-
-
-class Peak:
-    """Memory that a piece of work takes beyond what was there before it, as a context manager: a GPU's, or resident
-    memory (Linux).
-
-    extra: MB, known at the end.
-    """
-
-    extra: float = float("nan")
-
-    def __init__(self, device: str = "cpu") -> None:
-        self._cuda = device == "cuda"
-
-    def __enter__(self) -> Peak:
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_allocated() // 1000
-            return self
-        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-            file.write("5")  # the peak starts anew from here
-        self._before = _status("VmRSS")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        most = torch.cuda.max_memory_allocated() // 1000 if self._cuda else _status("VmHWM")
-        self.extra = (most - self._before) / 1000
-
-
-def _status(name: str) -> int:
-    """A field of /proc/self/status, in kB (of 1,024 bytes, as the kernel counts), as kB of 1,000 bytes."""
-    with open("/proc/self/status", encoding="ascii") as file:
-        for line in file:
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024 // 1000
-    raise Unexpected("the kernel does not say how much memory is used", expected=name, where="/proc/self/status")

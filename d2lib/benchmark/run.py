@@ -11,10 +11,20 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from d2lib.benchmark.cases import dense_config, drafter_config
 from d2lib.benchmark.data import measure_bootstrap, measure_dataset
-from d2lib.benchmark.drafting import GROWTH, measure_growth, measure_scoring, measure_sharing, measure_update, slope
+from d2lib.benchmark.drafting import (
+    DENSE_GROWTH,
+    GROWTH,
+    measure_growth,
+    measure_scoring,
+    measure_sharing,
+    measure_update,
+    slope,
+)
 from d2lib.benchmark.head import measure_head
 from d2lib.benchmark.measure import Place, Row
+from d2lib.benchmark.step import measure_training_step
 from d2lib.benchmark.threads import measure_threads
 from d2lib.progress import bar
 
@@ -58,7 +68,13 @@ class Results:
 
 
 def benchmark(
-    scale: Scale, *, repeats: int, threads: int, device: str | None = None, precision: str | None = None
+    scale: Scale,
+    *,
+    repeats: int,
+    threads: int,
+    device: str | None = None,
+    precision: str | None = None,
+    speculators_python: str | None = None,
 ) -> Results:
     """Measure everything.
 
@@ -69,10 +85,14 @@ def benchmark(
         threads: of torch, in this process and in the children.
         device: cpu or cuda; by default a GPU where there is one. precision: fp32 or bf16, of FAST's large products; by
             default bf16 on a GPU. Bounds that are stated for two CPU cores are only stated there.
+        speculators_python: interpreter of an environment that has speculators 0.9; without one, the dense training
+            step is not compared with it.
     """
     torch.set_num_threads(threads)
     full = scale == "full"
     sizes: dict[str, Any] = {} if full else {"dim": 32, "vocab_size": 128}
+    config, dense = drafter_config(**sizes), dense_config(**sizes)
+    published = _PUBLISHED if full else sizes
     place = Place.of(device, precision)
     results = Results(describe_machine(threads) | {"FAST": str(place)})
 
@@ -80,20 +100,59 @@ def benchmark(
         return lambda: results.rows.extend(measure())
 
     head = (129_280, 1_024, 128) if full else (4_096, 32, 8)
-    growth = GROWTH if full else {name: values[:2] for name, values in GROWTH.items()}
+    growth, dense_growth = (
+        table if full else {name: values[:2] for name, values in table.items()} for table in (GROWTH, DENSE_GROWTH)
+    )
     parts: dict[str, Callable[[], None]] = {
         "head and loss": table(
             lambda: measure_head(
                 vocabulary=head[0], dim=head[1], blocks=head[2], repeats=repeats, threads=threads, place=place
             )
         ),
-        "update": table(lambda: measure_update(blocks=128 if full else 8, repeats=repeats, place=place, **sizes)),
+        "update": table(lambda: measure_update(config, blocks=128 if full else 8, repeats=repeats, place=place)),
         "context sharing": lambda: results.sharing.extend(
-            measure_sharing(blocks=128 if full else 8, repeats=repeats, place=place, **sizes)
+            measure_sharing(config, blocks=128 if full else 8, repeats=repeats, place=place)
         ),
         "scoring": table(
             lambda: measure_scoring(
-                rounds=2_000 if full else 20, literal=100 if full else 5, repeats=repeats, place=place, **sizes
+                config,
+                rounds=2_000 if full else 20,
+                literal=100 if full else 5,
+                repeats=repeats,
+                bound=25,
+                place=place,
+            )
+        ),
+        "dense update": table(
+            lambda: measure_update(
+                dense,
+                blocks=128 if full else 8,
+                repeats=repeats,
+                rows=4_096 if full else 128,
+                literal=8 if full else 4,
+                place=place,
+            )
+        ),
+        "dense scoring": table(
+            lambda: measure_scoring(
+                dense,
+                rounds=500 if full else 20,
+                literal=20 if full else 5,
+                repeats=repeats,
+                bound=20,
+                rows=1_024 if full else 128,
+                place=place,
+            )
+        ),
+        "dense training step": table(
+            lambda: measure_training_step(
+                speculators_python,
+                repeats=repeats,
+                threads=threads,
+                place=place,
+                rows=1_024 if full else 128,
+                blocks=64 if full else 8,
+                **published,
             )
         ),
         "threads": table(lambda: measure_threads(seconds=3.0 if full else 0.0, **sizes)),
@@ -101,7 +160,19 @@ def benchmark(
         "dataset": table(
             lambda: measure_dataset(threads=threads) if full else measure_dataset(threads=threads, production=_SMALL)
         ),
-        "growth": lambda: results.growth.extend(measure_growth(repeats=repeats, growth=growth, place=place)),
+        "growth": lambda: results.growth.extend(
+            measure_growth(drafter_config, repeats=repeats, growth=growth, place=place)
+        ),
+        "dense growth": lambda: results.growth.extend(
+            measure_growth(
+                dense_config,
+                repeats=repeats,
+                growth=dense_growth,
+                name="dense ",
+                rows=1_024 if full else 300,
+                place=place,
+            )
+        ),
     }
     with bar(len(parts), "benchmark", "part") as shown:
         for name, part in parts.items():
@@ -110,6 +181,16 @@ def benchmark(
             shown.update()
     return results
 
+
+_PUBLISHED: dict[str, Any] = {
+    "dim": 1_024,
+    "vocab_size": 151_936,
+    "inter_dim": 3_072,
+    "n_heads": 16,
+    "n_kv_heads": 8,
+    "markov_rank": 256,
+}
+"""`dense_config` at the widths that are published for a target of dim 1,024."""
 
 _SMALL: dict[Any, tuple[int, int]] = {"train": (2, 600), "dev": (1, 200)}
 

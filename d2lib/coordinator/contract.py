@@ -337,9 +337,16 @@ def job_parameters(plan: Plan, job: Job | Foreground, *, resume: bool = False) -
     return shared | known | {"resume": resume, "save_every": profile.save_every}
 
 
+class _Quoted(yaml.SafeDumper):
+    """Writes every string in quotes: a commit such as 7e12… would otherwise be read as a number."""
+
+
+_Quoted.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
+
+
 def parameters_text(parameters: dict[str, Any]) -> str:
-    """The YAML of a parameter file, the same bytes every time."""
-    return yaml.safe_dump(parameters, sort_keys=True, allow_unicode=True, default_flow_style=False)
+    """The YAML of a parameter file, the same bytes every time; any version of YAML reads the same values from it."""
+    return yaml.dump(parameters, Dumper=_Quoted, sort_keys=True, allow_unicode=True, default_flow_style=False)
 
 
 def notebook_command(python: str, repo: Path, notebook: str, receipt: Path, parameters: Path) -> tuple[str, ...]:

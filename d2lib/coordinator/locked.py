@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -170,7 +170,8 @@ def main(arguments: Sequence[str] | None = None, cards: Cards | None = None) -> 
     options = _arguments(sys.argv[1:] if arguments is None else arguments)
 
     def say(text: str) -> None:
-        print(f"{utc_now()} {options.job} {text}", flush=True)
+        with suppress(OSError):  # a full disk or a reader that is gone must not end the supervision of a job
+            os.write(1, f"{utc_now()} {options.job} {text}\n".encode(errors="replace"))
 
     def run() -> int:
         here = Path.cwd() / "d2lib"

@@ -116,5 +116,6 @@ class Context:
     @cached_property
     def ends(self) -> list[int]:
         """Where each round's rows end in R (exclusive); 0 for a round that sees none."""
-        seen = self.valid[:, -1:].any(1)
-        return torch.where(seen, self.index[:, -1] + 1, 0).tolist()
+        if not self.index.shape[1]:
+            return [0] * len(self.index)
+        return torch.where(self.valid[:, -1], self.index[:, -1] + 1, 0).tolist()
