@@ -202,7 +202,7 @@ def test_starting_twice_and_resuming_in_the_wrong_order_refuse(host: Host) -> No
     case.control("train-full-fast", files={"full-fast.pt": "w"}, result={"updates": 2, "total_updates": 3})
     assert host.start("full-fast", "--resume", "--attempt", "1")[0] == 0
     assert "ended: exit 0" in host.wait("full-fast-attempt-1")
-    assert "resume: true" in (case.snapshot / "parameters" / "full-fast.resume.yaml").read_text()
+    assert read_yaml(case.snapshot / "parameters" / "full-fast.resume.yaml")["resume"] is True
     assert json.loads((case.output / "train-full-fast/attempt-2/receipt.json").read_bytes())["parameters"]["resume"]
     status, said = host.start("g2-dev")
     assert (status, "says something else than its checkpoint; expected: 3 updates; found: 2" in said) == (2, True)
