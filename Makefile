@@ -29,7 +29,7 @@ smollm2: $(VENV)/smollm2
 	$(BIN)/d2 chain params/smollm2 --any-verdict
 	$(BIN)/d2 run notebooks/live.ipynb -f params/smollm2/live.yaml
 
-# Too small to pass: a verdict of FAIL is what they end in. A three-stage drafter; dense ones, anchor-first and 1+N.
+# A three-stage drafter, a dense anchor-first one, a dense 1+N one. So small that a verdict of FAIL is no surprise.
 fixture: install
 	for case in fixture fixture-dense fixture-dense-1n; do $(BIN)/d2 chain params/$$case --any-verdict || exit; done
 
