@@ -44,7 +44,7 @@ test: lint fixture
 	@tests/browser/install.sh
 	$(BIN)/python -m pytest
 	for case in fixture fixture-dense; do $(BIN)/d2 drill runs/$$case || exit; done
-	for case in fixture-dense fixture-dense-1n; do $(BIN)/d2 verify runs/$$case || exit; done
+	for case in fixture fixture-dense fixture-dense-1n; do $(BIN)/d2 verify runs/$$case || exit; done
 	$(BIN)/python -m pytest --nbval-lax --nbval-current-env notebooks
 
 benchmark: install
