@@ -227,8 +227,8 @@ class Campaign:
             truthful = True
         elif status in (0, 1):
             truthful = done is not None and done.exit_status == status
-        elif status == 2 and not new:
-            truthful = True  # refused before an attempt was opened
+        elif status in (2, 3) and not new:  # refused, or stopped, before an attempt was opened
+            truthful = all((attempt / RECEIPT).exists() for attempt in (root / found.step.name).glob("attempt-*"))
         else:
             truthful = bool(receipts) and receipts[-1].exit_status == status
         if not truthful:
