@@ -238,7 +238,16 @@ def _scoring(drill: Drill, run: Run) -> None:
     drill.step("SIGKILL of the scoring child in mid-request", "killed by SIGKILL", sigkill)
     kept = {path.name: path.stat().st_ino for path in run.requests("dev")}
     drill.types("start legal", 0, "started", lambda: run.start("g2-legal"))
-    drill.types("general while legal runs", 2, "g2-legal holds the solo", lambda: run.start("g2-general"))
+
+    def general_early() -> Typed:
+        child = int(run.holder("g2-legal")["child"]["pid"])
+        os.kill(child, signal.SIGSTOP)  # it cannot end before general has been refused
+        try:
+            return run.start("g2-general")
+        finally:
+            os.kill(child, signal.SIGCONT)
+
+    drill.types("general while legal runs", 2, "g2-legal holds the solo", general_early)
 
     def resumed() -> str:
         happened = run.whole("g2-dev", 1)
