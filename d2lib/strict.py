@@ -121,13 +121,7 @@ def parse_json(text: str | bytes, *, where: object = None) -> Any:
         raise _too_deep(where) from None
     if text.count("[") + text.count("{") > MAX_DEPTH:  # counting is quick, walking is not
         _check_depth(value, where)
-    if "\\ud" in text or "\\uD" in text:
-        try:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
-            raise Refused(
-                "not valid JSON", expected="Unicode text", found="half a surrogate pair", where=where
-            ) from None
+    _check_unicode(text, value, "JSON", where)
     return value
 
 
@@ -148,7 +142,7 @@ def parse_yaml(text: str | bytes, *, where: object = None) -> Any:
     try:
         loader = _Loader(text)
         try:
-            return loader.get_single_data()
+            value = loader.get_single_data()
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
@@ -159,6 +153,8 @@ def parse_yaml(text: str | bytes, *, where: object = None) -> Any:
         line = None if error.mark is None else f"line {error.mark.line + 1}"
         place = ", ".join(str(part) for part in (where, line) if part is not None)
         raise Refused(error.message, expected=error.expected, found=error.found, where=place or None) from None
+    _check_unicode(text, value, "YAML", where)
+    return value
 
 
 def read_yaml(path: Path, *, what: str = "a file") -> Any:
@@ -263,6 +259,17 @@ def _duplicate(keys: Iterator[str] | list[str]) -> str:
 
 def _too_deep(where: object) -> Refused:
     return Refused("nested too deep", expected=f"at most {MAX_DEPTH} levels", found="more", where=where)
+
+
+def _check_unicode(text: str, value: Any, form: str, where: object) -> None:
+    """An escape can write half a surrogate pair, which is no text and cannot be written again."""
+    if "\\u" in text or "\\U" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise Refused(
+                f"not valid {form}", expected="Unicode text", found="half a surrogate pair", where=where
+            ) from None
 
 
 def _check_depth(value: Any, where: object) -> None:

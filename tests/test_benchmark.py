@@ -118,7 +118,7 @@ def test_rates_are_measured_alone_and_beside_a_process_that_ends() -> None:
 
 
 def test_the_sides_of_a_training_step_are_processes_that_take_turns(tmp_path: Path) -> None:
-    config = dense_config(dim=32, vocab_size=64, n_layers=1)
+    config = dense_config(dim=32, vocab_size=64, n_layers=1, head_dim=8)
     write_case(tmp_path / "case.safetensors", config, rows=40, blocks=4)
     given = {
         "case": str(tmp_path / "case.safetensors"),
@@ -154,7 +154,7 @@ def test_the_peers_child_needs_torch_alone() -> None:
 
 
 def test_a_dense_update_is_measured_like_the_other_familys() -> None:
-    config = dense_config(dim=32, vocab_size=64, n_layers=1)
+    config = dense_config(dim=32, vocab_size=64, n_layers=1, head_dim=8)
     rows = measure_update(config, blocks=8, repeats=1, rows=64)
     assert [row.met for row in rows if row.unit == "relative error"] == [True] * 2 * len(TOLERANCES)
-    assert all("dense, 1 layers" in row.at for row in rows)
+    assert all(row.what.startswith("dense FAST update") and "1 full layers" in row.at for row in rows)

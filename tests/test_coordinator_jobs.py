@@ -26,6 +26,7 @@ from d2lib.coordinator.profile import Job
 from d2lib.errors import Refused
 from d2lib.evidence.ledger import read_ledger
 from d2lib.evidence.status import status
+from d2lib.strict import read_yaml
 
 PHASE: dict[Job, str] = {
     "full-fast": "full-train",
@@ -159,6 +160,8 @@ def test_the_whole_procedure(host: Host) -> None:
 
     status, said = host.start("g2-finish")
     assert (status, "g2-general is not done" in said) == (2, True)
+    # What a runner leaves that is killed between g2-legal's receipt and its own end.
+    lock_path(case.folder / "locks", "slot-b").write_text(json.dumps(holder))
     host.done("g2-general")
     host.done("g2-finish")
     assert [(line.name, line.attempt, line.status) for line in read_ledger(case.output)] == [
@@ -199,7 +202,7 @@ def test_starting_twice_and_resuming_in_the_wrong_order_refuse(host: Host) -> No
     case.control("train-full-fast", files={"full-fast.pt": "w"}, result={"updates": 2, "total_updates": 3})
     assert host.start("full-fast", "--resume", "--attempt", "1")[0] == 0
     assert "ended: exit 0" in host.wait("full-fast-attempt-1")
-    assert "resume: true" in (case.snapshot / "parameters" / "full-fast.resume.yaml").read_text()
+    assert read_yaml(case.snapshot / "parameters" / "full-fast.resume.yaml")["resume"] is True
     assert json.loads((case.output / "train-full-fast/attempt-2/receipt.json").read_bytes())["parameters"]["resume"]
     status, said = host.start("g2-dev")
     assert (status, "says something else than its checkpoint; expected: 3 updates; found: 2" in said) == (2, True)

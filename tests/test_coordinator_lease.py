@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -124,7 +125,15 @@ def test_a_reused_pid_is_no_living_child(tmp_path: Path) -> None:
     check_free(folder, "solo-a")
 
 
-@pytest.mark.parametrize("text", ["", "not json", "[]", '{"pid": 1}', "\x00" * 100])
+@pytest.mark.parametrize("pid", [-1, 2**63, 2**200, "x", [1]])
+def test_a_child_that_no_process_can_be_is_not_living(tmp_path: Path, pid: object) -> None:
+    (tmp_path / "locks").mkdir(mode=0o700)
+    record = {"pid": pid, "job": "x", "since": "y", "child": {"pid": pid, "created": 1.0}}
+    lock_path(tmp_path / "locks", "solo-a").write_text(json.dumps(record))
+    check_free(tmp_path / "locks", "solo-a")
+
+
+@pytest.mark.parametrize("text", ["", "not json", "[]", '{"pid": 1}', "\x00" * 100, "[" * 5000 + "]" * 5000])
 def test_a_damaged_record_says_nothing_and_stops_nobody(tmp_path: Path, text: str) -> None:
     folder = tmp_path / "locks"
     folder.mkdir(mode=0o700)

@@ -427,8 +427,8 @@ def test_stage_compares_what_was_admitted_with_the_pins(case: Case, name: str | 
     pinned = with_known(case, pins="pins.yaml")
     if name is None:
         stage(pinned.plan())
-        parameters = (pinned.snapshot / "parameters" / "full-fast.yaml").read_text()
-        assert f"pins: {pinned.snapshot}/repo/pins.yaml" in parameters
+        parameters = yaml.safe_load((pinned.snapshot / "parameters" / "full-fast.yaml").read_text())
+        assert parameters["pins"] == f"{pinned.snapshot}/repo/pins.yaml"
     else:
         with pytest.raises(Refused, match=f"{name} is not the pinned one"):
             stage(pinned.plan())
@@ -447,6 +447,16 @@ def test_the_sources_policy_reaches_every_phase_and_stage_refuses_an_unsigned_ad
     for job in JOBS:
         assert job_parameters(policed.plan(), job)["policy"] == str(policed.plan().repo / "policy.json")
     assert job_parameters(policed.plan(), "admission")["policy"] == str(policed.source / "policy.json")
+
+
+@pytest.mark.parametrize(("name", "value"), [("threads", 77), ("device", "cuda")])
+def test_a_pilot_that_computed_otherwise_is_refused_before_a_snapshot_is_made(
+    case: Case, name: str, value: object
+) -> None:
+    admit(case, json.dumps({"identities": {}, "recipe": {"objective": "ACE"}, "arithmetic": {name: value}}))
+    with pytest.raises(Refused, match=f"full training would compute with another {name} than its pilot"):
+        stage(case.plan())
+    assert not case.snapshot.exists()
 
 
 def test_an_admission_by_another_library_refuses(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

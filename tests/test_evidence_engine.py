@@ -468,6 +468,22 @@ def test_sigterm_is_handed_on_and_leaves_an_interrupted_receipt(
     assert verify(run).holds
 
 
+def test_an_interrupt_that_leaves_a_cell_without_a_reply_stops_the_phase_all_the_same(
+    child: Callable[..., subprocess.Popen[str]],
+) -> None:
+    """SIGINT just before a cell's own code: ipykernel catches it, is idle, and never answers."""
+    swallow = """import os, signal
+def swallowed(*arguments, **options):
+    os.kill(os.getppid(), signal.SIGTERM)
+    raise KeyboardInterrupt
+get_ipython().kernel.do_execute = swallowed"""
+    write_notebook(Path("notebooks/cost_sheet.ipynb"), "cost_sheet", [swallow, "1 + 1", "phase.record({})"])
+    assert child("runs/demo/cost_sheet/attempt-1/receipt.ipynb").wait(60) == 3
+    made = receipt()
+    assert (made.status, made.message) == ("interrupted", "stopped on request before cell 5")
+    assert verify(Path("runs/demo")).holds
+
+
 def test_a_killed_papermill_takes_its_kernel_along_and_gets_its_receipt_from_the_next_attempt(
     child: Callable[..., subprocess.Popen[str]],
 ) -> None:

@@ -152,6 +152,12 @@ def test_a_journal_torn_anywhere_keeps_what_was_whole_and_goes_on(first: list[st
     assert read_journal(path) == whole + entries[len(first) :]
 
 
+def test_lines_of_a_journal_that_are_no_entries_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "working.jsonl"
+    path.write_text("[" * 5000 + "]" * 5000 + '\n[1]\n3\n{"a":1,"a":2}\n{"kernel":7}\n')
+    assert read_journal(path) == [{"kernel": 7}]
+
+
 def test_a_journal_on_a_full_disk_is_torn_and_later_entries_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     path, write, calls = Path("journal.jsonl"), os.write, list[int]()
     append_journal(path, {"kernel": 1})

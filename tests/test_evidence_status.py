@@ -107,6 +107,17 @@ def test_what_runs_and_what_was_killed(root: Path) -> None:
         assert row.why_not == "attempt 1 is running"
 
 
+@pytest.mark.parametrize("text", ["[" * 5000 + "]" * 5000, "[1]", '{"a":1,"a":2}', "\ufeff{}"])
+def test_damaged_working_files_are_no_end_of_the_status(root: Path, text: str) -> None:
+    folder = root / "cost_sheet" / "attempt-1"
+    folder.mkdir(parents=True)
+    for name in ("working.json", "working.jsonl", "working.ipynb"):
+        (folder / name).write_text(text)
+    assert rows(root)["cost_sheet"].state == "killed"
+    with locked(root / "cost_sheet" / ".lock", wait=False):
+        assert rows(root)["cost_sheet"].state == "running"
+
+
 def test_a_stage_that_was_begun_is_waited_for(root: Path) -> None:
     make_receipt(root.resolve(), "cost_sheet", 1, result={})
     folder = root / "stage" / "attempt-1"

@@ -161,6 +161,13 @@ def test_the_depth_that_is_allowed_is_read_by_both() -> None:
     assert parse_json('"' + "[" * 5000 + '"') == "[" * 5000
 
 
+@pytest.mark.parametrize("text", [r'a: "\ud800"', r'"\uDC00": 1', r'["\U0000d800"]', r'"\ud83d\ude00"'])
+def test_yaml_takes_no_half_of_a_surrogate_pair(text: str) -> None:
+    with pytest.raises(Refused, match=r"not valid YAML.*surrogate"):
+        parse_yaml(text)
+    assert parse_yaml(r'"\U0001f600"') == "\U0001f600"
+
+
 def test_a_surrogate_pair_is_one_character() -> None:
     assert parse_json('"\\ud83d\\ude00"') == "\U0001f600"
 

@@ -43,16 +43,16 @@ def drafter_config(**overrides: Any) -> DeepseekConfig:
 
 
 def dense_config(**overrides: Any) -> DenseConfig:
-    """Seven slots and full layers as published; dim 256 so that two CPU cores can run the reference."""
-    layers = overrides.get("n_layers", 3)
+    """A published drafter of dim 1,024 at a quarter of every width, so that two CPU cores can run the reference."""
+    layers = overrides.get("n_layers", 5)
     fields: dict[str, Any] = {
         "dim": 256,
         "vocab_size": 4096,
         "n_layers": layers,
         "inter_dim": 768,
-        "n_heads": 8,
-        "n_kv_heads": 4,
-        "head_dim": 32,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "head_dim": 128,
         "rope": {"theta": 1e6},
         "max_position_embeddings": 40_960,
         "layer_types": ("full_attention",) * layers,
@@ -60,9 +60,9 @@ def dense_config(**overrides: Any) -> DenseConfig:
         "layout": "anchor_first",
         "block_size": 7,
         "mask_token_id": 0,
-        "target_layer_ids": (1, 2, 3),
-        "n_target_layers": 4,
-        "markov_rank": 32,
+        "target_layer_ids": (2, 8, 14, 20, 26),
+        "n_target_layers": 28,
+        "markov_rank": 64,
     }
     return DenseConfig(**(fields | overrides))
 

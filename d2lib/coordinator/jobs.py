@@ -168,14 +168,17 @@ def trained_updates(plan: Plan) -> int:
 
 def _check_legal(plan: Plan) -> None:
     solo = plan.profile.jobs["g2-general"]
-    holder = read_holder(lock_path(plan.profile.locks, solo))
-    if holder is not None and holder["job"] == "g2-legal":
-        raise Refused(
-            "g2-legal holds the solo that g2-general needs",
-            expected=f"{solo} free, after g2-legal is done",
-            found=f"g2-legal, pid {holder['pid']}, since {holder['since']}",
-            remedy="wait until it has ended",
-        )
+    try:
+        check_free(plan.profile.locks, solo)
+    except Refused:  # a record alone says nothing: a killed runner leaves its own behind
+        holder = read_holder(lock_path(plan.profile.locks, solo))
+        if holder is not None and holder["job"] == "g2-legal":
+            raise Refused(
+                "g2-legal holds the solo that g2-general needs",
+                expected=f"{solo} free, after g2-legal is done",
+                found=f"g2-legal, pid {holder['pid']}, since {holder['since']}",
+                remedy="wait until it has ended",
+            ) from None
     _check_done(plan.paths.output, "g2-legal")
 
 

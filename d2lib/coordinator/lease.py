@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from d2lib.errors import Refused
+from d2lib.strict import parse_json
 
 
 def utc_now() -> str:
@@ -168,8 +169,8 @@ def _acquire(path: Path, solo: str) -> int:
 def read_holder(path: Path) -> dict[str, Any] | None:
     """Who holds (or, after a kill, held) a lock; None when the file says nothing sound."""
     try:
-        value = json.loads(path.read_bytes() or b"null")
-    except (OSError, ValueError):
+        value = parse_json(path.read_bytes() or b"null")
+    except (OSError, Refused):
         return None
     return value if isinstance(value, dict) and {"pid", "job", "since", "child"} <= value.keys() else None
 
@@ -184,5 +185,5 @@ def living_child(path: Path) -> dict[str, Any] | None:
         process = psutil.Process(int(child["pid"]))
         same = abs(process.create_time() - float(child["created"])) < 0.01
         return holder if same and process.status() != psutil.STATUS_ZOMBIE else None
-    except (psutil.NoSuchProcess, KeyError, TypeError, ValueError):
+    except (psutil.NoSuchProcess, KeyError, TypeError, ValueError, OverflowError):
         return None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from d2lib.coordinator.admit import admitted, check_namespace, check_read
-from d2lib.coordinator.contract import INPUTS, PROFILE, Paths, Plan, absolute
+from d2lib.coordinator.contract import INPUTS, PROFILE, Paths, Plan, absolute, job_parameters
 from d2lib.coordinator.inputs import check_inputs_unchanged, record_inputs
 from d2lib.coordinator.profile import load_profile
 from d2lib.coordinator.receipts import check_output, done_receipt, product
@@ -135,13 +135,14 @@ def left_whole(plan: Plan) -> bool:
 
 
 def check_known(plan: Plan, content: Any) -> None:
-    """What was admitted is as the source's pins say, and its receipt is signed as the source's policy asks.
+    """What was admitted is as the source's pins say, its receipt is signed as the source's policy asks, and training
+    will have the pilot's device and threads; training itself compares torch and precision too.
 
     Args:
         content: of admitted.json.
 
     Raises:
-        Refused: names the pin that differs, or the signature that is missing.
+        Refused: names the pin or the part of the arithmetic that differs, or the signature that is missing.
     """
     from d2lib.train.pins import read_pins, source_commit  # when it is needed: the coordinator knows no arithmetic
     from d2lib.train.recipe import from_receipt
@@ -158,6 +159,16 @@ def check_known(plan: Plan, content: Any) -> None:
             source_commit=source_commit(plan.paths.pilot_source),
         )
         pins.compare_recipe(where, from_receipt(content, where=where))
+    pilot, training = content.get("arithmetic") or {}, job_parameters(plan, "full-fast")
+    for name in ("device", "threads"):
+        if name in pilot and pilot[name] != training[name]:
+            raise Refused(
+                f"full training would compute with another {name} than its pilot",
+                expected=pilot[name],
+                found=training[name],
+                where=PROFILE,
+                remedy="correct the profile in a commit that is reviewed, and stage that",
+            )
     policy = Path(known["policy"]) if "policy" in known else None
     signatures_in_words(plan.paths.output, policy, ("admission",))
 

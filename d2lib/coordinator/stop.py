@@ -78,7 +78,7 @@ def _runner(plan: Plan, job: Job, holder: dict[str, Any]) -> psutil.Process | No
     try:
         process = psutil.Process(int(holder["pid"]))
         words = process.cmdline()
-    except (psutil.Error, ValueError, TypeError):
+    except (psutil.Error, ValueError, TypeError, OverflowError):
         return None
     words = words[: words.index("--")] if "--" in words else words
     pairs = list(pairwise(words))

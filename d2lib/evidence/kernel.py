@@ -31,6 +31,9 @@ from d2lib.evidence.ledger import locked
 _SCRATCH, _OWNER = "d2-kernel-", "owner"
 STOP_GRACE = 1800.0
 """Seconds that a phase has to reach a boundary after the first request to stop; then its kernel is killed."""
+REPLY_GRACE = 5.0
+"""Seconds between a kernel's `idle` and its reply. An interrupt that meets ipykernel's own code, just before a cell's,
+ends the request without any reply: the kernel is idle, and the client would wait for ever."""
 
 
 @dataclass
@@ -147,6 +150,9 @@ class Client(PapermillNotebookClient):  # type: ignore[misc]
     def __init__(self, manager: NotebookExecutionManager, stop: Stop, forward: bool, **options: Any) -> None:
         super().__init__(manager, force_raise_errors=True, iopub_timeout=120, **options)
         self._stop, self._forward = stop, forward
+        self._idle: float | None = None
+        """When the kernel said that it was through with the cell."""
+        self._unanswered = False
 
     def run(self, environment: Mapping[str, str]) -> Progress:
         """Start a kernel in this environment and execute the cells."""
@@ -181,6 +187,7 @@ class Client(PapermillNotebookClient):  # type: ignore[misc]
                 progress.stopped_before = number
                 return
             self.nb_man.cell_start(cell, index)
+            self._idle = None
             try:
                 self.execute_cell(cell, index)
                 progress.completed += 1
@@ -189,7 +196,10 @@ class Client(PapermillNotebookClient):  # type: ignore[misc]
                 progress.error_in, progress.error = number, (error.ename, error.evalue)
                 return
             except DeadKernelError:
-                progress.died_in = number
+                if self._unanswered:
+                    progress.stopped_before = number
+                else:
+                    progress.died_in = number
                 return
             except CellTimeoutError as error:
                 progress.error_in, progress.error = number, ("CellTimeoutError", str(error).splitlines()[0])
@@ -202,6 +212,8 @@ class Client(PapermillNotebookClient):  # type: ignore[misc]
         """Take a message from the kernel; once it executes the cell, a waiting stop is handed on."""
         if msg["msg_type"] == "execute_input":
             self._stop.pid = getattr(self.km.provisioner, "pid", None)
+        elif msg["msg_type"] == "status" and msg["content"]["execution_state"] == "idle":
+            self._idle = time.monotonic()
         self._stop.deliver()
         return super().process_message(msg, cell, cell_index)
 
@@ -230,6 +242,9 @@ class Client(PapermillNotebookClient):  # type: ignore[misc]
 
     async def _async_check_alive(self) -> None:
         await super()._async_check_alive()
+        if self._stop.requested and self._idle is not None and time.monotonic() - self._idle > REPLY_GRACE:
+            self._unanswered = True
+            raise DeadKernelError("the interrupt left the request without a reply")
         if self._stop.requested and time.monotonic() - self._stop.at > STOP_GRACE and self.km is not None:
             print(f"d2: no boundary within {STOP_GRACE:.0f} s; killing the kernel", file=sys.stderr)
             await self.km.shutdown_kernel(now=True)

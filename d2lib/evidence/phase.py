@@ -13,7 +13,6 @@ from the run that the parameters name, outputs go to a temporary folder, and not
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +30,7 @@ from d2lib.evidence.ledger import read_ledger
 from d2lib.evidence.receipts import InputRecord, Receipt, Verdict, read_receipt, record_input
 from d2lib.files import Record, canonical_json, inside, sha256_bytes
 from d2lib.progress import bar
+from d2lib.strict import parse_json
 
 CONTEXT = "D2_PHASE_CONTEXT"
 _BAR_FROM = 256 << 20
@@ -387,6 +387,8 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
         return []
     entries = []
     for line in data.split(b"\n"):
-        with suppress(ValueError):  # a beginning of an object is never JSON
-            entries.append(json.loads(line))
+        with suppress(Refused):  # a beginning of an object is never JSON
+            entry = parse_json(line)
+            if isinstance(entry, dict):
+                entries.append(entry)
     return entries

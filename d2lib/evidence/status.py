@@ -5,7 +5,6 @@ The chain is data: a step, the steps that it needs, and whether they must have p
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from d2lib.evidence.layout import LEDGER, NOTEBOOK, OPENING, RECEIPT, WORKING_NO
 from d2lib.evidence.ledger import LedgerLine, is_held, read_ledger
 from d2lib.evidence.notebook import is_code
 from d2lib.evidence.receipts import Receipt, read_receipt
+from d2lib.strict import parse_json, read_json
 
 Need = Literal["done", "pass"]
 State = Literal["done", "verdict", "running", "killed", "interrupted", "refused", "failed", "absent"]
@@ -266,8 +266,8 @@ def _stale(here: _Known, known: Mapping[str, _Known]) -> str | None:
 
 def _started(attempt: Attempt) -> str | None:
     try:
-        return str(json.loads(attempt.file(OPENING).read_bytes())["started"])
-    except (OSError, ValueError, KeyError):
+        return str(read_json(attempt.file(OPENING))["started"])
+    except (Refused, KeyError, TypeError):
         return None
 
 
@@ -276,8 +276,8 @@ def progress(attempt: Attempt) -> str:
     path = attempt.file(WORKING_NOTEBOOK)
     try:
         age = time.time() - path.stat().st_mtime
-        return _cells_begun(json.loads(path.read_bytes())["cells"], age)
-    except (OSError, ValueError, KeyError):
+        return _cells_begun(parse_json(path.read_bytes())["cells"], age)
+    except (OSError, Refused, KeyError):
         return "starting"
     except (TypeError, AttributeError):
         return "its working notebook is damaged"
