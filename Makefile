@@ -1,5 +1,6 @@
 # make demo   the whole chain on a case made on the spot, to a verdict
 # make smollm2   the same on a real language model, SmolLM2-135M-Instruct, and a live check of what came out
+# make mine   the same on your own target, drafter and conversations: see params/mine/capture.yaml
 # make test   everything that CI checks
 # Without an NVIDIA driver torch's CPU build is installed; PIP_INSTALL='...' gives pip options of your own.
 PYTHON ?= python3
@@ -7,7 +8,7 @@ PIP_INSTALL ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo demo-null smollm2 fixture test lint benchmark crash site clean
+.PHONY: install demo demo-null smollm2 mine fixture test lint benchmark crash site clean
 install: $(VENV)/installed
 
 $(VENV)/installed: requirements.lock pyproject.toml
@@ -28,6 +29,9 @@ $(VENV)/smollm2: $(VENV)/installed requirements-smollm2.lock
 smollm2: $(VENV)/smollm2
 	$(BIN)/d2 chain params/smollm2 --any-verdict
 	$(BIN)/d2 run notebooks/live.ipynb -f params/smollm2/live.yaml
+
+mine: install
+	$(BIN)/d2 chain params/mine --any-verdict
 
 # A three-stage drafter, a dense anchor-first one, a dense 1+N one. So small that a verdict of FAIL is no surprise.
 fixture: install

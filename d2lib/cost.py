@@ -209,7 +209,9 @@ def _count_rows(
             counts.span_positions,
             "positions",
             "COMPUTED",
-            f"rows - {captured.gen_start} context rows x {counts.sequences} sequences",
+            f"rows - {counts.rows - counts.span_positions} context rows"
+            if captured.gen_start is None
+            else f"rows - {captured.gen_start} context rows x {counts.sequences} sequences",
         ),
         row("training span positions", counts.training_positions, "positions", "COMPUTED", "the same of train"),
         row("unique training blocks", counts.blocks, "blocks", "COMPUTED", "L - gen_start - 1 per train sequence"),

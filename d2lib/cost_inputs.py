@@ -43,13 +43,16 @@ class SplitSize(Record):
 
     sequences: int = Field(gt=0)
     rows: int = Field(gt=0)
+    context: int | None = Field(default=None, gt=0)
+    """Rows of context of all sequences together, where they differ in theirs."""
 
 
 class Captured(Record):
     """The four splits' sizes, from a manifest."""
 
     source: str = Field(min_length=1)
-    gen_start: int = Field(gt=0)
+    gen_start: int | None = Field(default=None, gt=0)
+    """Rows of every sequence's context; None: each split says the sum of its own."""
     splits: dict[Split, SplitSize]
 
     @model_validator(mode="after")
@@ -58,9 +61,14 @@ class Captured(Record):
         if missing:
             raise ValueError(f"splits are missing: {', '.join(sorted(missing))}")
         for name, split in self.splits.items():
-            if split.rows < split.sequences * (self.gen_start + 2):
+            if (split.context is None) == (self.gen_start is None):
+                raise ValueError(f"give gen_start, or the context of every split: {name}")
+            if split.rows < self._context(split) + 2 * split.sequences:
                 raise ValueError(f"{name} has sequences without a block: {split.rows} rows of {split.sequences}")
         return self
+
+    def _context(self, split: SplitSize) -> int:
+        return split.sequences * self.gen_start if self.gen_start is not None else split.context or 0
 
     def counts(self) -> Counts:
         """Positions and blocks, counted as from the manifest itself."""
@@ -69,8 +77,8 @@ class Captured(Record):
                 name: SplitCounts(
                     sequences=split.sequences,
                     rows=split.rows,
-                    span_positions=split.rows - split.sequences * self.gen_start,
-                    blocks=split.rows - split.sequences * (self.gen_start + 1),
+                    span_positions=split.rows - self._context(split),
+                    blocks=split.rows - self._context(split) - split.sequences,
                 )
                 for name, split in self.splits.items()
             }
@@ -163,9 +171,13 @@ class CostInputs(Record):
             found = found.with_rate(name, rates[name], how)  # type: ignore[arg-type]
         return found.model_copy(update={"training": self.training.model_copy(update={"epochs": epochs})})
 
-    def with_counts(self, counts: Counts, gen_start: int, source: str) -> CostInputs:
-        """The same inputs with the sizes that a manifest gives."""
-        splits = {name: {"sequences": s.sequences, "rows": s.rows} for name, s in counts.splits.items()}
+    def with_counts(self, counts: Counts, gen_start: int | None, source: str) -> CostInputs:
+        """The same inputs with the sizes that a manifest gives; gen_start is None where sequences differ in theirs."""
+        splits = {
+            name: {"sequences": s.sequences, "rows": s.rows}
+            | ({"context": s.rows - s.span_positions} if gen_start is None else {})
+            for name, s in counts.splits.items()
+        }
         captured = _validated(Captured, {"source": source, "gen_start": gen_start, "splits": splits}, source)
         if captured.counts() != counts:
             raise Refused(

@@ -175,6 +175,12 @@ class Manifest(Record):
                 return entry
         raise Refused("a sequence is not in the manifest", found=sequence_id, where=self.namespace)
 
+    @property
+    def gen_start(self) -> int | None:
+        """Rows of every sequence's context; None where they differ."""
+        found = {entry.gen_start for entry in self.sequences}
+        return found.pop() if len(found) == 1 else None
+
     def counts(self) -> Counts:
         """Rows, positions and blocks, by split and together."""
         return Counts({name: _count(self.split(name)) for name in SPLITS})

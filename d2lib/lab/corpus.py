@@ -54,7 +54,7 @@ _BOUNDARY = re.compile(rf"{_RULE}|\f|{_OPENING}", re.MULTILINE | re.IGNORECASE)
 class SourceFile(Record):
     """A file that was read: what it is, its name under its distribution, library or folder, its bytes."""
 
-    kind: Kind | Literal["prompts", "target"]
+    kind: Kind | Literal["prompts", "target", "drafter", "traffic"]
     name: str
     size: int
     sha256: str

@@ -48,8 +48,8 @@ class HuggingFaceTarget(Record):
     """Instead of a folder: an installed package that carries the model. It is found, not imported."""
     gguf_file: str | None = None
     """A GGUF file in the folder or package; it is read through the `gguf` package and dequantised to fp32."""
-    tap_layers: tuple[int, ...] = Field(min_length=1, strict=False)
-    """Layers whose input residual is tapped, from 0, in the order of concatenation."""
+    tap_layers: tuple[int, ...] | None = Field(default=None, min_length=1, strict=False)
+    """Layers whose input residual is tapped, from 0, in the order of concatenation; None: those of a given drafter."""
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
@@ -57,7 +57,7 @@ class HuggingFaceTarget(Record):
             raise ValueError("a target is in a folder or in a package: exactly one of the two must be given")
         if self.package is not None and self.gguf_file is None:
             raise ValueError("a target in a package needs gguf_file")
-        if len(set(self.tap_layers)) != len(self.tap_layers):
+        if self.tap_layers is not None and len(set(self.tap_layers)) != len(self.tap_layers):
             raise ValueError(f"a layer stands twice in tap_layers; found {self.tap_layers}")
         return self
 
@@ -260,18 +260,17 @@ def _stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(token for token in found if token is not None))
 
 
-def source_files(source: Path) -> list[SourceFile]:
+def source_files(source: Path, kind: Literal["target", "drafter"] = "target") -> list[SourceFile]:
     """The files that a model was read from, for the provenance: a GGUF file alone, or all of its folder."""
-    files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
-    return [
-        SourceFile(
-            kind="target",
-            name=f"target/{path.name if source.is_file() else path.relative_to(source).as_posix()}",
-            size=path.stat().st_size,
-            sha256=str(sha256_file(path)),
-        )
-        for path in files
-    ]
+    if source.is_file():
+        return [source_file(kind, f"{kind}/{source.name}", source)]
+    files = sorted(path for path in source.rglob("*") if path.is_file())
+    return [source_file(kind, f"{kind}/{path.relative_to(source).as_posix()}", path) for path in files]
+
+
+def source_file(kind: Literal["target", "drafter", "traffic"], name: str, path: Path) -> SourceFile:
+    """One file that a case is made from."""
+    return SourceFile(kind=kind, name=name, size=path.stat().st_size, sha256=str(sha256_file(path)))
 
 
 def describe_huggingface(target: HuggingFaceModel) -> dict[str, Any]:
