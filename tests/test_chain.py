@@ -157,7 +157,7 @@ def test_the_makefile_reads_no_exit_status() -> None:
     """A crash of Python itself ends with 1 like a verdict: who wants any verdict must ask d2 for it."""
     recipes = [line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("\t")]
     assert not [line for line in recipes if "$$?" in line]
-    assert len([line for line in recipes if "chain" in line and "--any-verdict" in line]) == 3  # smollm2, mine, fixtures
+    assert len([line for line in recipes if "chain" in line and "--any-verdict" in line]) == 3
 
 
 def test_verify_says_what_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
