@@ -37,8 +37,11 @@ def assert_drafted_by_the_slow_one(config: DenseConfig, streams: list[Stream], p
 @given(config=dense_configs(block_size=3, vocab_size=7, mask_token_id=6), prompt=st.integers(1, 9))
 @settings(max_examples=60, deadline=None)
 def test_the_live_loop_drafts_what_the_scalar_loops_draft(config: DenseConfig, prompt: int) -> None:
-    """A vocabulary this small lets drafts be accepted, so that anchors advance by one, two and three."""
-    assert assert_drafted_by_the_slow_one(config, served(config, (prompt + 6, prompt + 3), prompt), prompt) >= 4
+    """A vocabulary this small lets drafts be accepted, so that anchors advance by one, two and three.
+
+    The streams go on for 5 and 2 tokens: three rounds at least.
+    """
+    assert assert_drafted_by_the_slow_one(config, served(config, (prompt + 6, prompt + 3), prompt), prompt) >= 3
 
 
 def test_a_ring_that_wraps_and_a_prompt_longer_than_it() -> None:
