@@ -59,10 +59,11 @@ def run_command(program: str, command: Callable[[], int], say: Callable[[str], N
         tell("interrupted")
         return int(ExitStatus.INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        _discard_output()
         tell("unexpected: whoever read the output has gone, so that it is not complete")
     except OSError as error:
         tell(describe(storage_failure(error)))
+        _discard_output()
     except SystemExit as error:
         if error.code in (None, int(ExitStatus.DONE), int(ExitStatus.REFUSED)):  # argparse: help, bad arguments
             return int(error.code or 0)
@@ -71,6 +72,14 @@ def run_command(program: str, command: Callable[[], int], say: Callable[[str], N
         traceback.print_exc()
         tell(one_line(f"unexpected: {type(error).__name__}: {error}; this is no verdict but a fault of the program"))
     return int(ExitStatus.UNEXPECTED)
+
+
+def _discard_output() -> None:
+    """Drop what cannot be written: Python flushes once more when it ends, and would end with a status of its own."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def describe(error: D2Error) -> str:
