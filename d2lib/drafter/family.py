@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from d2lib.drafter.config import DrafterConfig
     from d2lib.drafter.fast import FastDrafter
     from d2lib.drafter.reference import Reference
+    from d2lib.drafter.weights import Weights
     from d2lib.drafter.weights_card import Question, WeightsCard
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
@@ -44,6 +46,19 @@ class ExportNotes:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """A drafter in a folder that someone else wrote, by its configuration and headers; no value is read yet.
+
+    layout: whose, in a word. config: in normal form. read: its tensors in fp32, with the target's embedding and head.
+    """
+
+    folder: Path
+    layout: str
+    config: DrafterConfig
+    read: Callable[[], Weights]
+
+
+@dataclass(frozen=True)
 class Family:
     """Everything that a family is asked for. Functions take its own configuration first.
 
@@ -59,6 +74,8 @@ class Family:
     peft_modules: how PEFT is told the adapted modules; by their whole names where it is None.
     notes: what the page of an exported adapter says of the family.
     inspect: the card of a folder or file of released weights, None for one that is not the family's.
+    stored: (drafter's folder, target's folder) → the drafter there, None where it is not the family's; raises Refused
+        for one that is, and cannot be used.
     """
 
     config: type[DrafterConfig]
@@ -74,6 +91,7 @@ class Family:
     peft_modules: Callable[[Any], list[str]] | None = None
     notes: ExportNotes = ExportNotes()
     inspect: Callable[[Question], WeightsCard | None] = lambda question: None
+    stored: Callable[[Path, Path], Stored | None] = lambda folder, target: None
 
 
 def family_named(name: object, *, where: object = None) -> Family:
@@ -89,6 +107,20 @@ def family_named(name: object, *, where: object = None) -> Family:
 def family_of(config: DrafterConfig) -> Family:
     """The family of a drafter."""
     return family_named(config.family)
+
+
+def open_stored(folder: Path, target: Path) -> Stored:
+    """The drafter that someone else saved in a folder, of whichever family; raises Refused when it is of none."""
+    for name in FAMILIES:
+        if (found := family_named(name).stored(folder, target)) is not None:
+            return found
+    raise Refused(
+        "no drafter is known in this folder",
+        expected=f"a drafter of a family that is known: {', '.join(FAMILIES)}",
+        found=", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no folder",
+        where=folder,
+        remedy="d2 weights inspect says what is there",
+    )
 
 
 def reference_drafter(

@@ -32,12 +32,13 @@ from d2lib.data.manifest import FileEntry, Manifest, SequenceEntry, Split
 from d2lib.data.sidecar import Sidecar, write_sidecar
 from d2lib.data.traffic import Traffic
 from d2lib.drafter.config import AnyDrafterConfig, DrafterConfig
+from d2lib.drafter.family import Stored
 from d2lib.drafter.weights import Weights, initialize, load_weights, save_weights, write_tensors
 from d2lib.errors import Interrupted, Refused
 from d2lib.files import Record, sha256_file, write_json
 from d2lib.lab.corpus import Corpus, Kind, SourceFile, read_corpus
 from d2lib.lab.decode import Stream, decode_live
-from d2lib.lab.given import DrafterFolder, GivenDrafter, open_drafter
+from d2lib.lab.given import DrafterFolder, open_drafter
 from d2lib.lab.hf_target import (
     HuggingFaceTarget,
     Opened,
@@ -281,7 +282,7 @@ class _Case:
 class _Given:
     """A drafter that fits its target, and requests that fit their splits."""
 
-    drafter: GivenDrafter
+    drafter: Stored
     dealt: Dealt
 
 

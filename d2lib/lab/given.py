@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import Field
 
-from d2lib.drafter.dense.checkpoint import read_dense
-from d2lib.drafter.dense.config import DenseConfig
-from d2lib.drafter.dense.refusals import refusals
-from d2lib.drafter.dense.source import open_source
-from d2lib.drafter.weights import Weights
+from d2lib.drafter.family import Stored, open_stored
 from d2lib.errors import Refused
 from d2lib.files import Record
 
@@ -23,20 +18,7 @@ class DrafterFolder(Record):
     """A dense drafter's, in DeepSpec's, SpecForge's or speculators' layout; relative to the run root."""
 
 
-@dataclass(frozen=True)
-class GivenDrafter:
-    """A drafter's folder and its target's, whose configurations agree."""
-
-    folder: Path
-    target: Path
-    config: DenseConfig
-
-    def read(self) -> Weights:
-        """Its tensors in fp32, with the target's embedding and LM head; refuses as `read_dense`."""
-        return read_dense(self.folder, self.target).weights
-
-
-def open_drafter(folder: Path, target: Path, tap_layers: tuple[int, ...] | None, rows: int, span: int) -> GivenDrafter:
+def open_drafter(folder: Path, target: Path, tap_layers: tuple[int, ...] | None, rows: int, span: int) -> Stored:
     """Read configurations and headers, and hold the one against the other.
 
     Args:
@@ -47,13 +29,12 @@ def open_drafter(folder: Path, target: Path, tap_layers: tuple[int, ...] | None,
         span: tokens of the shortest answer.
 
     Raises:
-        Refused: for any reason that `refusals` knows (sizes, tapped layers, vocabulary, mask token), other taps than
+        Refused: for any reason that its family knows (sizes, tapped layers, vocabulary, mask token), other taps than
             the profile's, fewer positions than rows, or answers without a complete round.
     """
-    source = open_source(folder, target)
-    config, reasons = refusals(source)
-    if reasons or config is None:
-        raise reasons[0].refused(source)
+    stored = open_stored(folder, target)
+    config = stored.config
+    positions = getattr(config, "max_position_embeddings", rows)
     wrong = (
         (
             tap_layers is not None and tap_layers != config.target_layer_ids,
@@ -63,9 +44,9 @@ def open_drafter(folder: Path, target: Path, tap_layers: tuple[int, ...] | None,
             "leave tap_layers out: they are the drafter's",
         ),
         (
-            rows > config.max_position_embeddings,
+            rows > positions,
             "sequences are longer than the drafter's positions",
-            f"longest_prompt + longest_answer up to {config.max_position_embeddings}",
+            f"longest_prompt + longest_answer up to {positions}",
             rows,
             "shorten longest_prompt or longest_answer",
         ),
@@ -79,5 +60,5 @@ def open_drafter(folder: Path, target: Path, tap_layers: tuple[int, ...] | None,
     )
     for holds, message, expected, found, remedy in wrong:
         if holds:
-            raise Refused(message, expected=expected, found=found, where=source.config, remedy=remedy)
-    return GivenDrafter(folder, target, config)
+            raise Refused(message, expected=expected, found=found, where=folder, remedy=remedy)
+    return stored

@@ -1,6 +1,7 @@
 """Dense drafters: DSpark and DFlash with Qwen3-style blocks over a target's hidden states."""
 
 from d2lib.drafter.dense.card import inspect
+from d2lib.drafter.dense.checkpoint import stored
 from d2lib.drafter.dense.config import DenseConfig, lora_targets, peft_modules, shapes
 from d2lib.drafter.dense.fast import DenseFast, activations
 from d2lib.drafter.dense.notes import NOTES
@@ -22,4 +23,5 @@ FAMILY = Family(
     peft_modules=peft_modules,
     notes=NOTES,
     inspect=inspect,
+    stored=stored,
 )

@@ -17,6 +17,7 @@ from d2lib.drafter.dense.fields import write_fields
 from d2lib.drafter.dense.refusals import SHARED, refusals
 from d2lib.drafter.dense.source import Source, Store, open_source
 from d2lib.drafter.dense.target import CONFIG, same_bits
+from d2lib.drafter.family import Stored
 from d2lib.drafter.headers import INDEX, SINGLE, read_stored, require_finite
 from d2lib.errors import Refused
 from d2lib.files import publish_folder
@@ -58,6 +59,19 @@ def read_dense(folder: Path, target: Path) -> DenseCheckpoint:
             require_finite(value, name, folder)
             weights[name] = value.to(torch.float32, copy=True)
     return DenseCheckpoint(source.store, config, weights)
+
+
+def stored(folder: Path, target: Path) -> Stored:
+    """The dense drafter in a folder, by its configuration and headers.
+
+    Raises:
+        Refused: no layout of a dense drafter, or the first reason of `refusals`.
+    """
+    source = open_source(folder, target)
+    config, reasons = refusals(source)
+    if reasons or config is None:
+        raise reasons[0].refused(source)
+    return Stored(folder, source.store, config, lambda: read_dense(folder, target).weights)
 
 
 def write_dense(
